@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from mosaic.bench.meters import synchronise
+from benchmarks.bench.meters import synchronise
 from mosaic.errors import UsageError
 from mosaic.kernels import load
 from mosaic.models.architecture import Architecture
@@ -349,7 +349,7 @@ def with_flashinfer(
     apart
         Read other keys, in its own layout: of so many requests, and the most of each. None: those that Mosaic has stored.
     """
-    module = load("kv_attention", device)
+    module = load("kv_attention", device).module
     own = module.launch
     keys = Stored(architecture) if apart is None else Apart(architecture, *apart, device)
     steps = FlashInferSteps(architecture, own, keys, device)

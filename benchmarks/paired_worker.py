@@ -1,6 +1,6 @@
 """One turn of `benchmarks.paired`, in a process of its own: prints figures of whichever Mosaic is first on the path.
 
-It uses what the checkouts have in common: `compile`, calls, `generate`, and `Executor.run`.
+It uses what the checkouts have in common: `compile`, calls, `generate`, sessions, `Executor.run`, and `benchmarks` of each.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ GENERATED = {
     "llada-8b": (512, {"gen_length": 64, "block_length": 32, "steps": 64}),
     "sdar-8b": (256, {"gen_length": 128}),
 }
+BLOCKS = {"sdar-8b": (256, 32_768, 131_072)}
+"""Keys before the block, by model."""
+EVICTED, WARM, TIMED = (64, 256), 96, 48
+"""Requests that sessions evict tokens of, their steps that are not timed, and those that are."""
 Figures = dict[str, list[float]]
 
 
@@ -92,8 +96,35 @@ def generation_of(model: Any, name: str, brackets: Brackets) -> Figures:
     return found
 
 
+def blocks_of(model: Any, name: str) -> Figures:
+    """Wall time of steps behind long prefixes, exact and sparse, and of steps of many requests with eviction."""
+    from benchmarks.sparse import measured
+
+    found: Figures = {}
+    for prefix in BLOCKS[name]:
+        for attention in ("exact", "mage"):
+            times = measured(model, attention, prefix=prefix, requests=1, steps=32, staggered=False)
+            found[f"{name}, {attention} step behind {prefix:,} keys"] = times
+    for requests in EVICTED:
+        generator = torch.Generator().manual_seed(requests)
+        with model.session() as session:
+            for _ in range(requests):
+                prompt = torch.randint(100, 600, (128,), generator=generator)
+                session.submit(prompt, gen_length=256, eviction="focus", stop_at_eos=False)
+            session.advance(WARM)
+            seconds = []
+            for _ in range(TIMED):
+                began = time.perf_counter()
+                session.advance()
+                seconds.append(1e3 * (time.perf_counter() - began))
+        found[f"{name}, evicting step of {requests} requests"] = seconds
+    return found
+
+
 def main(device: str, models: list[str]) -> None:
     """Measure the models in turn."""
+    from benchmarks.block import with_block
+
     figures: dict[str, Any] = {"card": torch.cuda.get_device_name()}
     brackets = Brackets()
     for name in models:
@@ -101,6 +132,10 @@ def main(device: str, models: list[str]) -> None:
             if name == "llada-8b":
                 figures |= steps_of(model, name)
             figures |= generation_of(model, name, brackets)
+        if name in BLOCKS:
+            longer = with_block(name, 32, None).with_rope_scaling("yarn", 8)
+            with mosaic.compile(longer, device=device, seed=3) as model:
+                figures |= blocks_of(model, name)
     figures["files"] = [file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))]
     print(json.dumps(figures))
 

@@ -1,8 +1,7 @@
 """Records of results: figures with the machine, versions, command, method and sources that they come from.
 
     python -m benchmarks.record fill [COMMIT]
-    python -m benchmarks.record run NAME -- mosaic bench quality --model small-sdar --lengths 1k
-    python -m benchmarks.record run NAME -- benchmarks.quality policies --model small-sdar --lengths 1k
+    python -m benchmarks.record run NAME -- benchmarks.quality exact --model small-sdar --lengths 1k
 
 `fill` writes the commit (by default this checkout's) into records that a machine without the history made, and refuses those of
 which the commit holds other sources. `run` records what a command finds that writes its results to `--out`.
@@ -26,9 +25,9 @@ from typing import Any
 
 import mosaic
 from benchmarks import sources
+from benchmarks.bench.environment import PACKAGES
+from benchmarks.bench.environment import environment as describe
 from benchmarks.sources import ROOT
-from mosaic.bench.environment import PACKAGES
-from mosaic.bench.environment import environment as describe
 
 __all__ = [
     "RESULTS",
@@ -290,7 +289,9 @@ def main(given: Sequence[str]) -> None:
         case ["run", name, "--", command, *arguments] if command in COMMANDS:
             run(name, command, arguments)
         case _:
-            raise SystemExit("usage: python -m benchmarks.record fill [COMMIT], or run NAME -- mosaic bench quality …")
+            raise SystemExit(
+                "usage: python -m benchmarks.record fill [COMMIT], or run NAME -- benchmarks.quality exact …"
+            )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the small models learned, and how: sections and pictures of docs/small-models.md and docs/records.md.
 
-python examples/train_small/train.py --family llada --out DIRECTORY      (its curves.json is training-<model>.json)
-mosaic bench quality --model small --lengths 256,512,1k,2k,4k,8k --per-cell 2 --per-task 50 --out quality-<model>.json
+PYTHONPATH=. python examples/train_small/train.py --family llada --out DIRECTORY      (its curves.json is training-<model>.json)
+python -m benchmarks.quality exact --model small --lengths 256,512,1k,2k,4k,8k --per-cell 2 --per-task 50 --out quality-<model>.json
 python -m benchmarks.quality policies --policies exact,mage:ratio=1/16 --schedules dynamic,static:16 --out policies-<model>.json
 python -m benchmarks.quality policies --policies exact,dc+,focus+dc+ --schedules dynamic --out evictions-<model>-<run>.json
 python -m benchmarks.quality estimation --lengths 2k --out estimation-<model>.json
@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.quality.items import LONG_TASKS, TASKS
 from benchmarks.quality.plot import decodability_png, estimation_png, png
 from benchmarks.record import source_line, table
-from mosaic.bench.quality.items import LONG_TASKS, TASKS
 from mosaic.viz.palette import COLORS
 
 __all__ = [

@@ -27,12 +27,12 @@ import mosaic
 from benchmarks.cases import options, tag_of
 from benchmarks.quality.decodability import DecodabilitySettings
 from benchmarks.quality.estimation import items_of
+from benchmarks.quality.evaluation import gen_length
+from benchmarks.quality.items import LONG_TASKS
 from benchmarks.quality.replay import Records, recording
+from benchmarks.quality.vocabulary import vocabulary
 from benchmarks.record import environment, write
 from benchmarks.sparse import NoPrefill
-from mosaic.bench.quality.evaluation import gen_length
-from mosaic.bench.quality.items import LONG_TASKS
-from mosaic.bench.quality.vocabulary import vocabulary
 from mosaic.decoding import ALGORITHMS, Algorithm, Canvas, GenerationConfig, resolve
 from mosaic.decoding.algorithms import algorithm_of
 from mosaic.decoding.llada import schedule

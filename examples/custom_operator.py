@@ -12,14 +12,12 @@ def launch(*, x, bias, y, scratch=None):  # writes into y, allocates nothing
 
 ADD_BIAS = Operator(
     name="add_bias",
-    reads=("x", "bias"),
-    writes=("y",),
+    operands="x:a[T, F] bias:a[F] -> y:a[T, F]",  # a letter is one size, or one dtype, in all operands
     inplace=(("y", "x"),),  # y may overwrite x
-    infer=lambda x, bias: (x,),  # y has the shape and dtype of x
     reference=lambda x, bias: x + bias,
     implementations=(Implementation(backend="cpu", kernel=launch),),
 )
 # every implementation on random operands, whole, in slices and in place
-verified = verify_operator(ADD_BIAS, {"x": "float32[tokens, 64]", "bias": "float32[64]"}, sizes={"tokens": 37})
+verified = verify_operator(ADD_BIAS, {"T": 37, "F": 64}, loops=("T",))
 print("verified on", *verified)
 # `g.add_op(ADD_BIAS, x, bias)` registers a launch, which `mosaic.compile` runs

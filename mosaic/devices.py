@@ -1,7 +1,7 @@
 """What a card is: memory, bandwidth, rates, fixed bytes. Built-in profiles, and a user's own from TOML.
 
-Figures that nobody measured on the card are estimates from data sheets, and
-`estimated` says so wherever they are shown. Nothing here touches a driver.
+Figures that were not measured on the card are estimates from data sheets, and `estimated` says so. Nothing here touches a
+driver.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ class Device:
 
     Parameters
     ----------
-    name
-        What `--device` takes.
     backend
         Whose implementations run on it: `cuda` or `cpu`.
     memory_bytes
@@ -66,10 +64,8 @@ class Device:
         Granularity of physical memory.
     host_bytes
         Host memory that may be pinned where no host budget is given; 0 for none.
-    estimated
-        Whether figures come from data sheets rather than from `mosaic calibrate` or our own measurements.
-    source
-        Where the figures come from.
+    estimated, source
+        Whether figures come from data sheets rather than measurements, and from where.
 
     Raises
     ------

@@ -6,18 +6,19 @@ guarded, operands are whole or sliced as a chunk loop slices them, and share sto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
-import sympy
 import torch
 from torch import Tensor
 
 from mosaic.errors import MosaicError, UsageError
-from mosaic.kernels import kernel_of
+from mosaic.kernels.binding import Kernel, kernel_of, reference_of
+from mosaic.registrar.operands import parse, shapes
 from mosaic.registrar.operator import Backend, Dim, Implementation, Operator, Spec
+from mosaic.registrar.polynomial import symbol
 
 __all__ = ["OperatorMismatch", "verify_operator"]
 
@@ -32,29 +33,32 @@ class OperatorMismatch(MosaicError, AssertionError):
 
 def verify_operator(
     operator: Operator,
-    operands: Mapping[str, str],
-    *,
     sizes: Mapping[str, int],
+    *,
+    loops: Sequence[str] = (),
+    dtypes: Mapping[str, str] | None = None,
     attrs: Mapping[str, Any] | None = None,
     values: Mapping[str, Tensor] | None = None,
     backend: Backend = "cpu",
     tolerance: float | None = None,
     seed: int = 0,
 ) -> tuple[str, ...]:
-    """Launch every implementation that serves these operands, and compare it with the operator's reference in float64.
+    """Launch every implementation that serves these sizes, and compare it with the operator's reference in float64.
 
-    Each is launched on whole operands, in two unequal slices of every size that a chunk loop could run over, and with
+    Each is launched on whole operands, in two unequal slices of every size that a chunk loop may run over, and with
     each pair of operands in one place that may share storage. One that says it is invariant must give the same bits in all.
 
     Parameters
     ----------
-    operands
-        Dtype and shape of each operand that it reads, by name, such as `"float32[tokens, 64]"`.
     sizes
-        A number for every name in the shapes. A name says that a chunk loop may run over that size; write a number where
-        none may, such as the width of a norm.
+        A number for every letter of the operator's operands; of `*T` the one size of the one axis that it stands for.
+    loops
+        The letters that a chunk loop may run over: not the width of a norm.
+    dtypes
+        What letters of dtypes stand for; float32 if not given.
     values
-        Operands that are not to be drawn at random: indices, bounds. Integers that are not given are 0.
+        Operands that are not to be drawn at random: indices, bounds. Integers that are not given are 0. An operand that
+        may be left out is there if it is given.
     tolerance
         The largest error that passes, as a share of the largest expected value; 64 roundings of the dtype if not given.
 
@@ -69,18 +73,20 @@ def verify_operator(
         Naming implementation, operand and launch: a wrong value, a write outside of an output or of the scratch, an
         operand that is only read and was changed, other bits in a slice than in the whole where it is invariant.
     UsageError
-        If there is no implementation, no reference, or an operand is not what its text says.
+        If there is no implementation, no reference, or a size is missing.
+    GraphError
+        If a value is not what the operator says of it.
 
     Examples
     --------
     >>> from mosaic.registrar.operators import operator
-    >>> verify_operator(operator("silu_mul"), {"gate": "float32[tokens, 8]", "up": "float32[tokens, 8]"}, sizes={"tokens": 5})
+    >>> verify_operator(operator("linear"), {"T": 5, "I": 8, "O": 3}, loops=("T", "O"))
     ('cpu',)
     """
     given = dict(attrs or {})
     if not operator.on(backend):
         raise UsageError(f"'{operator.name}' has no implementation on {backend}.")
-    case = _Case.draw(operator, operands, sizes, given, dict(values or {}), backend, seed)
+    case = _Case.draw(operator, sizes, loops, dict(dtypes or {}), given, dict(values or {}), backend, seed)
     serving = operator.serving(backend, case.specs, given)
     for name in serving:
         way = operator.implementation(backend, name)
@@ -118,24 +124,24 @@ class _Case:
 
     @classmethod
     def draw(
-        cls, operator: Operator, operands: Mapping[str, str], sizes: Mapping[str, int], attrs: Mapping[str, Any],
-        values: Mapping[str, Tensor], backend: Backend, seed: int,
+        cls, operator: Operator, sizes: Mapping[str, int], loops: Sequence[str], dtypes: Mapping[str, str],
+        attrs: Mapping[str, Any], values: Mapping[str, Tensor], backend: Backend, seed: int,
     ) -> _Case:  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
-        symbolic = {name: _parse(text, sizes) for name, text in operands.items()}
-        outputs = dict(zip(operator.writes, operator.infer(**symbolic, **attrs), strict=True))
-        symbolic |= outputs
-        specs = {name: Spec(_shape(spec, sizes), spec.dtype) for name, spec in symbolic.items()}
+        symbolic = _symbolic(operator, sizes, loops, dtypes, attrs, values)
+        rows = {name: sizes[name] for name in loops}
+        specs = {name: Spec(_ints(spec.shape, rows), spec.dtype) for name, spec in symbolic.items()}
         device = "cuda" if backend == "cuda" else "cpu"
-        reads = {name: values.get(name, _random(specs[name], generator)).to(device) for name in operands}
-        for name, tensor in reads.items():
-            found = Spec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            if found != specs[name]:
-                raise UsageError(f"operand '{name}' is {specs[name]}, its value is {found}.")
+        read = [name.rstrip("?") for name in operator.reads if name.rstrip("?") in specs]
+        reads = {name: values.get(name, _random(specs[name], generator)).to(device) for name in read}
+        given = {
+            name: Spec(tuple(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in reads.items()
+        }
+        operator.work(**given, **attrs)
         wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in reads.items()}
-        expected = _by_name(operator, _reference(operator)(**{k: v.clone() for k, v in wide.items()}, **attrs))
+        expected = _by_name(operator, reference_of(operator)(**{k: v.clone() for k, v in wide.items()}, **attrs))
         return cls(
-            operator=operator, backend=backend, sizes=sizes, attrs=attrs, symbolic=symbolic, specs=specs, reads=reads,
+            operator=operator, backend=backend, sizes=rows, attrs=attrs, symbolic=symbolic, specs=specs, reads=reads,
             expected=expected,
         )  # fmt: skip
 
@@ -154,14 +160,14 @@ class _Case:
 
     def _cuts(self, name: str, size: str) -> list[tuple[int, int]] | None:
         """(axis, factor) of the axes of an operand that a loop over a size slices; None if one cannot be sliced."""
-        found, symbol = [], _symbol(size)
+        found, over = [], symbol(size)
         for axis, dim in enumerate(self.symbolic[name].shape):
-            if isinstance(dim, int) or not dim.has(symbol):
+            if isinstance(dim, int) or size not in dim.names:
                 continue
-            factor = sympy.simplify(dim / symbol)
-            if not factor.is_Integer:
+            factor = dim / over
+            if not isinstance(factor, int):
                 return None
-            found.append((axis, int(factor)))
+            found.append((axis, factor))
         return found
 
     def verify(self, way: Implementation, launch: _Launch, tolerance: float | None) -> Mapping[str, Tensor]:
@@ -174,7 +180,7 @@ class _Case:
             written, read = launch.inplace
             operands[written] = operands[read]
         size = self.operator.scratch_bytes(self.backend, self.specs, self.attrs)
-        run = getattr(kernel := kernel_of(way), "launch", kernel)
+        run = Kernel(self.operator, way, kernel_of(way)).launch
         for views, start in self._iterations(operands, way, launch):
             more: dict[str, Any] = {} if way.row_origin is None else {"row_start": start}
             if size:
@@ -221,59 +227,47 @@ class _Case:
 
     def _placed(self, name: str, spec: Spec, guards: list[tuple[str, Tensor]]) -> Tensor:
         """Room for an operand, full of garbage (NaN in every float dtype), between guarded bytes."""
-        dtype = getattr(torch, spec.dtype)
-        size = prod(_ints(spec.shape)) * dtype.itemsize
+        dtype, shape = getattr(torch, spec.dtype), _ints(spec.shape, {})
+        size = prod(shape) * dtype.itemsize
         device = "cuda" if self.backend == "cuda" else "cpu"
         room = torch.full((_GUARD + size + _GUARD,), _GUARD_VALUE, dtype=torch.uint8, device=device)
         guards += [(name, room[:_GUARD]), (name, room[_GUARD + size :])]
         room[_GUARD : _GUARD + size] = 0xFF
-        return room[_GUARD : _GUARD + size].view(dtype).view(_ints(spec.shape))
+        return room[_GUARD : _GUARD + size].view(dtype).view(shape)
 
 
-def _symbol(name: str) -> sympy.Symbol:
-    return sympy.Symbol(name, positive=True, integer=True)
+def _symbolic(
+    operator: Operator, sizes: Mapping[str, int], loops: Sequence[str], dtypes: Mapping[str, str], attrs: Mapping[str, Any],
+    values: Mapping[str, Tensor],
+) -> dict[str, Spec]:  # fmt: skip
+    """The operands that there are, with a symbol for each size that a loop may run over."""
+    known: dict[str, Any] = {**operator.defaults, **attrs}
+    known |= {name: symbol(name) if name in loops else size for name, size in sizes.items()}
+    reads, writes = parse(operator.operands)
+    there = [operand for operand in (*reads, *writes) if not operand.optional or operand.name in values]
+    for operand in there:
+        if len(operand.dtype) == 1:
+            known[operand.dtype] = dtypes.get(operand.dtype, "float32")
+        for axis in operand.axes:
+            missing = [factor for factor in axis.factors if isinstance(factor, str) and factor not in known]
+            if missing:
+                raise UsageError(
+                    f"operand '{operand.name}' is {operand.text}: it needs sizes for {', '.join(missing)}."
+                )
+            if axis.many and not isinstance(known[name := str(axis.factors[0])], tuple):
+                known[name] = (known[name],)
+    return {operand.name: spec for operand, spec in zip(there, shapes(there, known), strict=True)}
 
 
-def _parse(text: str, sizes: Mapping[str, int]) -> Spec:
-    """Read a dtype and a shape, such as "float32[tokens, 64]"."""
-    dtype, bracket, rest = text.partition("[")
-    if not bracket or not rest.endswith("]") or not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise UsageError(f"an operand is a dtype and a shape such as 'float32[tokens, 64]', got {text!r}.")
-    symbols = {name: _symbol(name) for name in sizes}
-    shape: list[Dim] = []
-    for part in filter(None, map(str.strip, rest[:-1].split(","))):
-        dim = sympy.sympify(part, locals=symbols)
-        unknown = dim.free_symbols - set(symbols.values())
-        if unknown:
-            raise UsageError(f"{text!r} needs sizes for {', '.join(sorted(map(str, unknown)))}.")
-        shape.append(int(dim) if dim.is_Integer else dim)
-    return Spec(tuple(shape), dtype)
-
-
-def _shape(spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    numbers = {_symbol(name): value for name, value in sizes.items()}
-    return tuple(dim if isinstance(dim, int) else int(dim.subs(numbers)) for dim in spec.shape)
-
-
-def _ints(shape: tuple[Dim, ...]) -> tuple[int, ...]:
-    return tuple(map(int, shape))
+def _ints(shape: Sequence[Dim], numbers: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(dim if isinstance(dim, int) else dim.at(numbers) for dim in shape)
 
 
 def _random(spec: Spec, generator: torch.Generator) -> Tensor:
     dtype = getattr(torch, spec.dtype)
     if not dtype.is_floating_point:
-        return torch.zeros(_ints(spec.shape), dtype=dtype)
-    return torch.randn(_ints(spec.shape), generator=generator, dtype=torch.float64).to(dtype)
-
-
-def _reference(operator: Operator) -> Callable[..., Any]:
-    if operator.reference is not None:
-        return operator.reference
-    ways = operator.on("cpu")
-    found: Callable[..., Any] | None = getattr(kernel_of(ways[0]), "reference", None) if ways else None
-    if found is None:
-        raise UsageError(f"'{operator.name}' has no reference; give Operator(reference=…).")
-    return found
+        return torch.zeros(_ints(spec.shape, {}), dtype=dtype)
+    return torch.randn(_ints(spec.shape, {}), generator=generator, dtype=torch.float64).to(dtype)
 
 
 def _by_name(operator: Operator, result: Any) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.planner.plan import Plan
 from mosaic.runtime.launched import Launched
+from mosaic.runtime.sharing import SharedSizes
 from mosaic.runtime.steps import StateRows, StepRequest, StepResult
 
 __all__ = ["CompiledRunner"]
@@ -102,6 +103,9 @@ class CompiledRunner:
 
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         return self.launch(requests).results()
+
+    def sharing(self) -> SharedSizes:
+        return self.model.sharing()
 
     def exclusive(self) -> AbstractContextManager[object]:
         return self.model.exclusive()

@@ -8,15 +8,14 @@ Shape legend: T tokens of the mode, P committed prefix, D hidden, F feed-forward
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import sympy
 from diffusion_gemma_kernels import KERNELS
 
 from mosaic.registrar.graph import Buffer, Graph
-from mosaic.registrar.operator import Dim, Implementation, Operator, Spec, require
+from mosaic.registrar.operator import Implementation, Operator
+from mosaic.registrar.polynomial import Polynomial
 from mosaic.registrar.program import Program
 
 HIDDEN: Final = 2816
@@ -57,127 +56,45 @@ def dims(*, prefix: int, prompt: int = 256, canvas: int = 256) -> dict[str, int]
 # -- contracts of its own ------------------------------------------------------------------------------------------
 
 
-def _same(x: Spec, y: Spec, **_: Any) -> tuple[()]:
-    require(x.shape == y.shape, "both must have the same shape")
-    return ()
+ACCUMULATORS: Final = (
+    "maximum%:f32[T] total%:f32[T] weighted%:f32[T] token%:i64[T] noisy%:f32[T] sample%:i64[T] soft%:f32[T, D]"
+)
 
 
-def _norm(x: Spec, weight: Spec | None = None, *, eps: float, dtype: str) -> tuple[Spec]:
-    require(weight is None or weight.shape == x.shape[-1:], f"the weight must have {x.shape[-1]} elements")
-    return (Spec(x.shape, dtype),)
-
-
-def _head_values(x: Spec, *, heads: int, eps: float) -> tuple[Spec]:
-    require(x.shape[-1] % heads == 0, f"{x.shape[-1]} does not divide into {heads} heads")
-    return (x,)
-
-
-def _packed_gate(x: Spec) -> tuple[Spec]:
-    require(x.shape[-1] % 2 == 0, "gate and up must be of one size")
-    return (Spec((x.shape[0], x.shape[-1] // 2), x.dtype),)
-
-
-def _router(x: Spec, scale: Spec, weight: Spec, per_expert: Spec, *, top_k: int) -> tuple[Spec, Spec]:
-    require(
-        weight.shape == (*per_expert.shape, *scale.shape), f"weight must be [{per_expert.shape[0]}, {scale.shape[0]}]"
-    )
-    return Spec((x.shape[0], top_k), x.dtype), Spec((x.shape[0], top_k), "int64")
-
-
-def _expert_sum(y: Spec, order: Spec, scores: Spec) -> tuple[Spec]:
-    require(y.shape[0] == order.shape[0] == scores.elements, "y, order and scores must count the same assignments")
-    return (Spec((scores.shape[0], y.shape[1]), y.dtype),)
-
-
-def _cached(
-    q: Spec, k: Spec, v: Spec, keys: Spec, values: Spec, lengths: Spec, *, kv_heads: int, head_size: int, **_: Any
-) -> tuple[Spec]:
-    width = kv_heads * head_size
-    require(k == v and k.shape[-1] == width, f"k and v must have {kv_heads} heads of {head_size}")
-    require(keys == values and keys.shape[-1] == width, f"the committed keys and values must be {width} wide")
-    return (q,)
-
-
-def _cached_flops(q: Spec, k: Spec, v: Spec, keys: Spec, values: Spec, lengths: Spec, **_: Any) -> Dim:
-    return 4 * q.elements * (k.shape[0] + keys.shape[0])
-
-
-def _commit(k: Spec, v: Spec, lengths: Spec, keys: Spec, values: Spec) -> tuple[()]:
-    require(k.shape[-1] == keys.shape[-1] and v.shape[-1] == values.shape[-1], "the cache is of another width")
-    return ()
-
-
-def _softcap(logits: Spec, temperature: Spec, *, cap: float) -> tuple[Spec]:
-    return (Spec(logits.shape, "float32"),)
-
-
-ACCUMULATORS: Final = ("maximum", "total", "weighted", "token", "noisy", "sample", "soft")
-
-
-def _vocabulary_start(h: Spec) -> tuple[Spec, ...]:
-    rows = (h.shape[0],)
-    kinds = ("float32", "float32", "float32", "int64", "float32", "int64")
-    return (*(Spec(rows, kind) for kind in kinds), Spec(h.shape, "float32"))
-
-
-def _vocabulary_tile(scores: Spec, table: Spec, seed: Spec, *accumulators: Spec, **named: Spec) -> tuple[()]:
-    soft = named["soft"]
-    require(scores.shape == (soft.shape[0], table.shape[0]), f"scores must be [{soft.shape[0]}, {table.shape[0]}]")
-    require(table.shape[1] == soft.shape[1], "table and soft embedding must be of one width")
-    return ()
-
-
-def _vocabulary_tile_flops(scores: Spec, table: Spec, **_: Any) -> Dim:
-    return 2 * scores.elements * table.shape[1]
-
-
-def _vocabulary_finish(maximum: Spec, total: Spec, weighted: Spec, soft: Spec) -> tuple[Spec]:
-    return (total,)
-
-
-def _only_rows(specs: Mapping[str, Spec], _: Mapping[str, Any]) -> Dim:
-    """It reads the rows' number only."""
-    total: Dim = 0
-    for name, spec in specs.items():
-        total += 0 if name == "h" else spec.bytes
-    return total
-
-
-def _operator(name: str, **said: Any) -> Operator:
+def _operator(name: str, operands: str, **said: Any) -> Operator:
     """An operator with what the CPU has for it."""
     origin = "table" if name == "vocab_tile_update" else None
     way = Implementation(backend="cpu", kernel=KERNELS[name], row_origin=origin)
-    return Operator(name=name, implementations=(way,), **said)
+    return Operator(name=name, operands=operands, implementations=(way,), **said)
 
 
-ADD = _operator("add", reads=("x", "y"), updates=("x",), infer=_same)
-SCALE = _operator("scale", reads=("x", "factor?"), updates=("x",), infer=lambda x, factor=None, **_: ())
-NORM = _operator("norm_to", reads=("x", "weight?"), writes=("y",), inplace=(("y", "x"),), infer=_norm)
-HEAD_VALUES = _operator("head_values", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=_head_values)
-GELU_MUL = _operator("gelu_mul", reads=("gate", "up"), updates=("gate",), infer=lambda gate, up: _same(gate, up))
-GELU_PACKED = _operator("gelu_mul_packed", reads=("x",), writes=("y",), infer=_packed_gate)
+ADD = _operator("add", "x!:a[*T] y:b[*T]")
+SCALE = _operator("scale", "x!:a[*T] factor?:b[*S]", attrs="factor_value=1.0")
+NORM = _operator("norm_to", "x:a[*T, D] weight?:b[D] -> y:dtype[*T, D]", attrs="eps dtype", inplace=(("y", "x"),))
+HEAD_VALUES = _operator("head_values", "x:a[T, H*heads] -> y:a[T, H*heads]", attrs="heads eps", inplace=(("y", "x"),))
+GELU_MUL = _operator("gelu_mul", "gate!:a[*T] up:b[*T]")
+GELU_PACKED = _operator("gelu_mul_packed", "x:a[T, 2*F] -> y:a[T, F]")
 ROUTER = _operator(
-    "scaled_route", reads=("x", "scale", "weight", "per_expert"), writes=("scores", "experts"), infer=_router,
-    flops=lambda x, scale, weight, per_expert, **_: 2 * x.elements * weight.shape[0], rate="gemm",
+    "scaled_route", "x:a[T, D] scale:b[D] weight:c[E, D] per_expert:d[E] -> scores:a[T, top_k] experts:i64[T, top_k]",
+    attrs="top_k", flops="2*x*E", rate="gemm",
 )  # fmt: skip
-EXPERT_SUM = _operator("expert_sum", reads=("y", "order", "scores"), writes=("x",), infer=_expert_sum)
+EXPERT_SUM = _operator("expert_sum", "y:a[T*K, D] order:i64[T*K] scores:a[T, K] -> x:a[T, D]")
 CACHED_ATTENTION = _operator(
-    "cached_attention", reads=("q", "k", "v", "keys", "values", "lengths"), writes=("y",),
-    whole=frozenset({"k", "v", "keys", "values"}), inplace=(("y", "q"),), infer=_cached, flops=_cached_flops, rate="attention",
+    "cached_attention",
+    "q:a[T, Q] k@:a[S, kv_heads*head_size] v@:a[S, kv_heads*head_size] keys@:a[P, kv_heads*head_size] "
+    "values@:a[P, kv_heads*head_size] lengths:i32[2] -> y:a[T, Q]",
+    attrs="scale causal window heads kv_heads head_size", inplace=(("y", "q"),), flops="4*q*S + 4*q*P", rate="attention",
 )  # fmt: skip
-COMMIT = _operator("commit", reads=("k", "v", "lengths", "keys", "values"), updates=("keys", "values"), infer=_commit)
-SOFTCAP_TILE = _operator("softcap_tile", reads=("logits", "temperature"), writes=("scores",), infer=_softcap)
-VOCABULARY_START = _operator(
-    "vocab_start", reads=("h",), writes=ACCUMULATORS, infer=_vocabulary_start, bytes_moved=_only_rows
-)
+COMMIT = _operator("commit", "k:a[T, W] v:a[T, W] lengths:i32[2] keys!:a[P, W] values!:a[P, W]")
+SOFTCAP_TILE = _operator("softcap_tile", "logits:a[T, V] temperature:b[1] -> scores:f32[T, V]", attrs="cap")
+VOCABULARY_START = _operator("vocab_start", f"h:a[T, D] -> {ACCUMULATORS.replace('%', '')}", moved={"h": "0"})
 VOCABULARY_TILE = _operator(
-    "vocab_tile_update", reads=("scores", "table", "seed", *ACCUMULATORS), updates=ACCUMULATORS,
-    infer=_vocabulary_tile, flops=_vocabulary_tile_flops, rate="gemm",
+    "vocab_tile_update", f"scores:f32[T, V] table:a[V, D] seed:i64[2] {ACCUMULATORS.replace('%', '!')}",
+    flops="2*scores*D", rate="gemm",
 )  # fmt: skip
 VOCABULARY_FINISH = _operator(
-    "vocab_finish", reads=("maximum", "total", "weighted", "soft"), writes=("entropy",), updates=("soft",),
-    infer=_vocabulary_finish,
-)  # fmt: skip
+    "vocab_finish", "maximum:f32[T] total:f32[T] weighted:f32[T] soft!:f32[T, D] -> entropy:f32[T]"
+)
 
 
 # -- the two modes -------------------------------------------------------------------------------------------------
@@ -198,7 +115,7 @@ def embedding_table(g: Graph) -> Buffer:
     return g.weight("embedding", (vocabulary, HIDDEN), DTYPE, tensor="model.decoder.embed_tokens.weight")
 
 
-def embed(g: Graph, tokens: sympy.Symbol) -> Buffer:
+def embed(g: Graph, tokens: Polynomial) -> Buffer:
     """Token embeddings times sqrt(D)."""
     x: Buffer = g.add_op("embedding", g.input("token_ids", (tokens,), "int64"), embedding_table(g), name="hidden")
     g.add_op(SCALE, x, name="embedding_scale", factor_value=float(HIDDEN) ** 0.5)
@@ -227,7 +144,7 @@ def weight(g: Graph, name: str, *shape: int) -> Buffer:
     return g.weight(name, shape, DTYPE, tensor=f"model.decoder.{tensor}.weight")
 
 
-def self_conditioning(g: Graph, x: Buffer, soft: Buffer, canvas: sympy.Symbol) -> Buffer:
+def self_conditioning(g: Graph, x: Buffer, soft: Buffer, canvas: Polynomial) -> Buffer:
     """norm(x + mlp(norm(soft))) over x, the last norm without a weight."""
     y = g.buffer("conditioned", (canvas, HIDDEN), DTYPE)
     g.add_alias(y, x)
@@ -238,7 +155,7 @@ def self_conditioning(g: Graph, x: Buffer, soft: Buffer, canvas: sympy.Symbol) -
     return y
 
 
-def stack(g: Graph, x: Buffer, tokens: sympy.Symbol, *, mode: str) -> None:
+def stack(g: Graph, x: Buffer, tokens: Polynomial, *, mode: str) -> None:
     """All layers in one of the two modes; only the layer scalars belong to a mode."""
     positions, lengths = g.input("positions", (tokens,), "int32"), g.input("lengths", (2,), "int32")
     for number, layer in enumerate(LAYERS):
@@ -251,7 +168,7 @@ def stack(g: Graph, x: Buffer, tokens: sympy.Symbol, *, mode: str) -> None:
 
 
 def attention(
-    g: Graph, layer: Layer, x: Buffer, tokens: sympy.Symbol, positions: Buffer, lengths: Buffer, *, mode: str
+    g: Graph, layer: Layer, x: Buffer, tokens: Polynomial, positions: Buffer, lengths: Buffer, *, mode: str
 ) -> None:
     """x += norm(o(attention(q, k, v and what is committed))); the encoder commits k and v afterwards."""
     width, kv_width = layer.heads * layer.head_size, layer.kv_heads * layer.head_size
@@ -315,7 +232,7 @@ def dense(g: Graph, h: Buffer, x: Buffer | None) -> Buffer:
     return found
 
 
-def feed_forward(g: Graph, x: Buffer, tokens: sympy.Symbol, *, mode: str) -> None:
+def feed_forward(g: Graph, x: Buffer, tokens: Polynomial, *, mode: str) -> None:
     """x += norm(norm(dense(norm(x))) + norm(experts(norm(x)))), routed on the raw x."""
     with g.chunk(f"{mode}_ffn", over=tokens):
         h = g.add_op("rms_norm", x, weight(g, "pre_feedforward_layernorm", HIDDEN), name="ffn_in", eps=EPS)
@@ -349,7 +266,7 @@ def experts(g: Graph, x: Buffer) -> Buffer:
     return found
 
 
-def head(g: Graph, x: Buffer, soft: Buffer, canvas: sympy.Symbol) -> None:
+def head(g: Graph, x: Buffer, soft: Buffer, canvas: Polynomial) -> None:
     """All that the sampler and the next step need, in one pass over vocabulary tiles: canvas x V never exists.
 
     Rows of the canvas and tiles of the vocabulary are chunked independently; the accumulators of a row live through the

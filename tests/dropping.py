@@ -17,12 +17,11 @@ import torch
 from reference_runner import KV, Network
 from torch import Tensor
 
-from mosaic import Implementation, Operator, Spec
+from mosaic import Implementation, Operator
 from mosaic.models.architecture import Architecture
 from mosaic.models.inputs import Input
 from mosaic.models.parts import KEPT, Commit, Cut, KeptRows
 from mosaic.models.phase import Phase
-from mosaic.registrar.operator import require
 
 __all__ = ["ALL", "CUT", "UNCUT", "Dropping", "DroppingNetwork", "limits", "selections"]
 
@@ -67,18 +66,14 @@ def select_on_card(
     kernels.select_rows[(1,)](before, after, limit, cu_seqlens, rows, bounds, total, *sizes, B=32)
 
 
-def infer_select(before: Spec, after: Spec, limit: Spec, cu_seqlens: Spec) -> tuple[Spec, Spec, Spec]:
-    require(before == after and len(before.shape) == 1, "a weight for every token, twice")
-    return Spec(before.shape, "int64"), cu_seqlens, Spec((1,), "int64")
-
-
 WEIGH: Final = Operator(
-    name="weigh_rows", reads=("q",), writes=("weight",), infer=lambda q: (Spec(q.shape[:1], "float32"),),
+    name="weigh_rows", operands="q:a[T, Q] -> weight:f32[T]",
     implementations=(Implementation(backend="cpu", kernel=weigh), Implementation(backend="cuda", kernel=weigh_on_card)),
 )  # fmt: skip
 SELECT: Final = Operator(
-    name="select_rows", reads=("before", "after", "limit", "cu_seqlens"), writes=("rows", "bounds", "total"),
-    whole=frozenset({"before", "after", "limit", "cu_seqlens"}), infer=infer_select,
+    name="select_rows", operands="""
+        before@:f32[T] after@:f32[T] limit@:f32[B] cu_seqlens@:i32[B+1] -> rows:i64[T] bounds:i32[B+1] total:i64[1]
+    """,
     implementations=(Implementation(backend="cpu", kernel=select), Implementation(backend="cuda", kernel=select_on_card)),
 )  # fmt: skip
 

@@ -179,6 +179,7 @@ class FakeDriver:
         self.after_call("unmap")
 
     def allocate(self, size: int) -> int:
+        """Take memory as captured graphs do."""
         self._enter("allocate")
         self._take(size, "allocate")
         address = self._system.reserve(size)
@@ -193,13 +194,6 @@ class FakeDriver:
         self._require(address in self.allocations, "free")
         self._system.unmap(address, self.allocations.pop(address))
         self.after_call("free")
-
-    def copy(self, target: int, source: int, size: int) -> None:
-        self._enter("copy")
-        assert not self.busy, "copied while a stream may write it"
-        self._require(self.allocations[target] >= size and self.allocations[source] >= size, "copy")
-        ctypes.memmove(target, source, size)
-        self.after_call("copy")
 
     def host_register(self, address: int, size: int) -> None:
         self._enter("host_register")

@@ -23,6 +23,7 @@ from mosaic.models.parts import ENTERED, Commit
 from mosaic.models.parts.windows import OPEN
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
+from mosaic.runtime.sharing import SharedSizes
 from mosaic.runtime.steps import StateRows, StepRequest, StepResult
 
 KV = list[tuple[Tensor, Tensor]]
@@ -203,6 +204,9 @@ class ReferenceRunner:
         self.sequences: list[PlainSequence] = []
         self.packed: list[list[StepRequest]] = []
         self.checked: list[StepSize] = []
+
+    def sharing(self) -> SharedSizes:
+        return SharedSizes()
 
     def exclusive(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -17,7 +17,7 @@ from mosaic.devices import DEVICES, load_device
 from mosaic.planner.space import Config, Point, Space
 from mosaic.planner.template import Template, compile_template
 from mosaic.registrar.graph import Buffer, Graph
-from mosaic.registrar.operator import Operator, Spec
+from mosaic.registrar.operator import Operator
 from tests.fuzz.building import register as builder
 from tests.fuzz.programs import random_program
 
@@ -29,8 +29,8 @@ CARD = replace(
 """Slow enough that small programs differ in time."""
 CPU = replace(load_device("cpu"), page_bytes=PAGE, context_bytes=3 * PAGE, library_bytes=PAGE)
 STREAMS = ("none", "half", "all")
-OVER = Operator(name="over", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=lambda x: (x,))
-PEEK = Operator(name="peek", reads=("x",), writes=("y",), infer=lambda x: (Spec((x.shape[0], 1), "float32"),))
+OVER = Operator(name="over", operands="x:a[*T] -> y:a[*T]", inplace=(("y", "x"),))
+PEEK = Operator(name="peek", operands="x:a[T, *S] -> y:f32[T, 1]")
 
 
 class _Program:
@@ -232,7 +232,10 @@ def live(g: Graph, buffers: Sequence[tuple[Buffer, int, int]]) -> None:
     for op in range(last + 1):
         reads = [b for b, start, end in buffers if start < op == end - 1]
         writes = [*(b for b, start, _ in buffers if start == op), *([out] if op == last else [])]
-        names = [tuple(f"{mark}{i}" for i in range(len(ends))) for mark, ends in (("r", reads), ("w", writes))]
-        specs = tuple(b.spec for b in writes)
-        rule = Operator(name=f"op{op}", reads=("x", *names[0]), writes=names[1], infer=lambda specs=specs, **_: specs)
-        g.add_op(rule, x, *reads, out=writes)
+        read = " ".join(f"r{i}:a[*R{i}]" for i in range(len(reads)))
+        wrote = " ".join(
+            f"w{i}:f32[{', '.join(f'w{i}_{axis}' for axis in range(len(b.shape)))}]" for i, b in enumerate(writes)
+        )
+        sizes = {f"w{i}_{axis}": size for i, b in enumerate(writes) for axis, size in enumerate(b.shape)}
+        rule = Operator(name=f"op{op}", operands=f"x:a[*X] {read} -> {wrote}", attrs=" ".join(sizes))
+        g.add_op(rule, x, *reads, out=writes, **sizes)

@@ -15,11 +15,11 @@ from mosaic import models
 from mosaic.decoding import GenerationConfig
 from mosaic.decoding.algorithms import largest_steps, shared_sizes
 from mosaic.decoding.config import resolve
-from mosaic.decoding.sharing import SharedSizes
 from mosaic.errors import DoesNotFit
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.planner.planner import Planner, Settings
+from mosaic.runtime.sharing import SharedSizes
 from mosaic.runtime.step_plans import StepPlans
 
 WAYS: dict[str, list[dict[str, Any]]] = {

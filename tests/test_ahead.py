@@ -30,6 +30,7 @@ from mosaic.models.step import StepSize
 from mosaic.planner.plan import Plan
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.launched import Launched
+from mosaic.runtime.sharing import SharedSizes
 from mosaic.runtime.steps import StepRequest, StepResult
 
 
@@ -76,6 +77,9 @@ class Telling:
 
     def open_rows(self, state: State, /) -> Any:
         return self._model.open_rows(state)
+
+    def sharing(self) -> SharedSizes:
+        return self._model.sharing()
 
     def exclusive(self) -> AbstractContextManager[object]:
         return self._model.exclusive()

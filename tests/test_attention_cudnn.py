@@ -195,7 +195,7 @@ def test_a_missing_frontend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         found = cudnn.available()
         assert not found and "nvidia-cudnn-frontend: pip install 'mosaic-dllm[cuda]'" in found.reason
         with pytest.raises(MissingExtra, match="attention by cuDNN needs nvidia-cudnn-frontend"):
-            load("attention", "cuda", "cudnn").library()
+            load("attention", "cuda", "cudnn").module.library()
     finally:
         cudnn.library.cache_clear()
         cudnn.available.cache_clear()

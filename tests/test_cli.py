@@ -70,7 +70,7 @@ def test_plan_prints_the_table(mosaic: Any) -> None:
 
 def test_plan_sets_sparse_steps_of_a_block_beside_the_exact_one(mosaic: Any) -> None:
     """The later steps of a block read fewer keys; what is selected is in the plan."""
-    ask = ("plan", "--model", "sdar-8b", "--ctx", "128k", "--device", "h200", "--attention", "mage", "--k", "1024")
+    ask = ("plan", "--model", "sdar-8b", "--ctx", "128k", "--device", "h200", "--attention", "mage:k=1024")
     shown = mosaic(*ask)
     assert shown.code == 0 and "sdar-8b, denoise" in shown.out and "selected_1024_2_kv_head" in shown.out
     assert "attention sparse(k=1024), one block of 4 tokens" in shown.out
@@ -94,20 +94,20 @@ def test_plan_shows_a_step_that_selects_again(mosaic: Any) -> None:
 def test_plan_sets_steps_that_reuse_beside_the_exact_one(mosaic: Any) -> None:
     """They read no prefix; what is kept of it is in the plan, of all layers or of those that are exact beside sparse ones."""
     ask = ("plan", "--model", "sdar-8b", "--ctx", "128k", "--device", "h200", "--attention")
-    shown = mosaic(*ask, "flashblock", "--reuse-steps", "2")
+    shown = mosaic(*ask, "flashblock:reuse_steps=2")
     assert (
         shown.code == 0
         and "prefix_outputs_all" in shown.out
         and "attention reuse(steps=2), one block of 4" in shown.out
     )
-    found = mosaic(*ask, "flashblock", "--reuse-steps", "2", "--json").json["steps"]
+    found = mosaic(*ask, "flashblock:reuse_steps=2", "--json").json["steps"]
     exact, first, later = (found[name] for name in ("exact", "first", "later"))
     assert later["predicted_step_ms"] < 0.7 * exact["predicted_step_ms"]
     assert first["predicted_step_ms"] < 1.2 * exact["predicted_step_ms"]
     assert exact["reused_bytes"] == 0 < later["reused_bytes"] == first["reused_bytes"]
     ms = 2 * first["predicted_step_ms"] + 2 * later["predicted_step_ms"]
     assert f"{ms:,.1f} ms reusing" in shown.out
-    both = mosaic(*ask, "mage+flashblock", "--k", "1024", "--json").json
+    both = mosaic(*ask, "mage+flashblock:k=1024", "--json").json
     assert both["steps"]["later"]["selected_bytes"] > 0 and both["steps"]["later"]["reused_bytes"] > 0
     assert {"prefix_outputs_2", "prefix_sums_2"} <= {buffer["name"] for buffer in both["buffers"]}
 
@@ -115,7 +115,6 @@ def test_plan_sets_steps_that_reuse_beside_the_exact_one(mosaic: Any) -> None:
 FACES: dict[str, tuple[str, ...]] = {
     "plan": ("plan", "--device", "h200", "--ctx", "4k"),
     "generate": ("generate", "--prompt", "hello", "--gen-length", "4"),
-    "quality": ("bench", "quality", "--tasks", "addition", "--per-task", "1"),
 }
 
 
@@ -123,29 +122,22 @@ FACES: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--k", "5"), "--k, --page and --exact-layers go with --attention"),
-        (("--page", "0"), "--k, --page and --exact-layers go with --attention"),
-        (("--exact-layers", "0"), "--k, --page and --exact-layers go with --attention"),
-        (
-            ("--reuse-steps", "4"),
-            "--reuse-steps and --reuse-change go with --attention, such as --attention flashblock",
-        ),
-        (("--attention", "flashblock", "--reuse-steps", "0"), "serves 0 steps; it must be an integer of at least 1"),
-        (("--attention", "mage", "--reuse-change", "-0.5"), "change is -0.5; it must be a number of at least 0"),
-        (("--attention", "flashblock", "--k", "8"), "'flashblock' selects no keys; leave k out"),
+        (("--attention", "flashblock:reuse_steps=0"), "serves 0 steps; it must be an integer of at least 1"),
+        (("--attention", "mage:reuse_change=-0.5"), "change is -0.5; it must be a number of at least 0"),
+        (("--attention", "flashblock:k=8"), "'flashblock' selects no keys; leave k out"),
         (("--attention", "flashblok"), "unknown attention 'flashblok'. Did you mean 'flashblock'?"),
         (("--attention", "flashblock", "--model", "small"), "so its keys change in every step and no output over them"),
-        (("--attention", "mage", "--k", "0"), "k is 0; it must be an integer of at least 1"),
-        (("--attention", "mage", "--k", "-3"), "k is -3; it must be an integer of at least 1"),
-        (("--attention", "mage", "--page", "0"), "page is 0; it must be an integer of at least 1"),
-        (("--attention", "mage", "--k", "24", "--page", "16"), "k 24 is not whole pages of 16 keys; use k 16"),
+        (("--attention", "mage:k=0"), "k is 0; it must be an integer of at least 1"),
+        (("--attention", "mage:k=-3"), "k is -3; it must be an integer of at least 1"),
+        (("--attention", "mage:page=0"), "page is 0; it must be an integer of at least 1"),
+        (("--attention", "mage:k=24:page=16"), "k 24 is not whole pages of 16 keys; use k 16"),
         (("--attention", "mage:every=1"), "every=1 leaves no sparse step to a block"),
         (("--attention", "mage:evry=8"), "unknown option of 'mage' 'evry'. Did you mean 'every'?"),
         (("--attention", "mage:8"), "mage:8: expected option=value, got '8'"),
         (("--attention", "flashblock:every=8"), "'flashblock' selects no keys; leave every out"),
         (("--attention", "mages"), "unknown attention 'mages'. Did you mean 'mage'?"),
-        (("--attention", "mage", "--exact-layers", "-1"), "exact_layers is -1; it must be an integer of at least 0"),
-        (("--attention", "mage", "--exact-layers", "99"), "99 exact layers of the model's"),
+        (("--attention", "mage:exact_layers=-1"), "exact_layers is -1; it must be an integer of at least 0"),
+        (("--attention", "mage:exact_layers=99"), "99 exact layers of the model's"),
         (("--attention", "mage", "--model", "small"), "this model attends in both directions, so its keys change"),
     ],
 )
@@ -167,13 +159,12 @@ def test_a_selection_as_large_as_the_prefix_generates_what_exact_attention_does(
     ask = ("generate", "--model", "small-sdar", "--prompt", "Anna has 3 apples.", "--gen-length", "24", "--json")
     exact, whole, few = (
         mosaic(*ask, *more).json
-        for more in ((), ("--attention", "mage", "--k", "64"), ("--attention", "mage", "--k", "4", "--page", "2",
-                                                               "--exact-layers", "1"))
+        for more in ((), ("--attention", "mage:k=64"), ("--attention", "mage:k=4:page=2:exact_layers=1"))
     )  # fmt: skip
     assert whole["token_ids"] == exact["token_ids"] and exact["config"]["attention"] is None
     said = few["config"]["attention"]
     assert (said["k"], said["page"], said["exact_layers"]) == (4, 2, 1)
-    again = mosaic(*ask, "--attention", "mage+flashblock", "--k", "64", "--reuse-steps", "1").json
+    again = mosaic(*ask, "--attention", "mage+flashblock:k=64:reuse_steps=1").json
     assert again["token_ids"] == exact["token_ids"] and again["config"]["attention"]["reuse"]["steps"] == 1
 
 
@@ -192,21 +183,11 @@ def test_a_rotary_scaling_that_cannot_be_is_refused_alike(face: str, given: str,
     assert refused.code == 2 and message in refused.err and len(refused.err.strip().splitlines()) == 1
 
 
-def test_the_quality_bench_asks_with_the_sparse_options_it_is_given(mosaic: Any) -> None:
-    ran = mosaic(
-        *FACES["quality"], "--model", "small-sdar", "--attention", "sparsed", "--k", "8", "--page", "4", "--json"
-    )
-    assert ran.code == 0
-    said = ran.json["settings"]["options"]["attention"]
-    assert (said["k"], said["page"], said["exact_steps"]) == (8, 4, 0.2)
-
-
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--alpha", "2"), "--alpha goes with --eviction, such as --eviction focus"),
-        (("--eviction", "focus", "--alpha", "0.9"), "alpha is 0.9; it must be a number of at least 1"),
+        (("--eviction", "focus:alpha=0.9"), "alpha is 0.9; it must be a number of at least 1"),
         (("--eviction", "fokus"), "unknown eviction 'fokus'. Did you mean 'focus'?"),
         (("--eviction", "focus", "--block-cache", "dd"), "unknown block_cache 'dd'. Did you mean 'dc'?"),
         (("--eviction", "focus", "--model", "small"), "eviction: this model attends in both directions"),
@@ -242,7 +223,7 @@ def test_eviction_is_planned_of_whole_blocks(more: tuple[str, ...], message: str
 def test_plan_sets_the_graphs_of_a_step_that_evicts_beside_the_whole_one(mosaic: Any) -> None:
     """The step fits where the largest of its graphs does; its second one takes less, the fewer tokens it computes."""
     whole_blocks = ("plan", "--device", "h200", "--model", "small-sdar", "--seq-lens", ",".join(["1k"] * 128))
-    ask = (*whole_blocks, "--eviction", "focus-public:rank=random", "--alpha", "1.2", "--block-cache", "dc+")
+    ask = (*whole_blocks, "--eviction", "focus-public:rank=random:alpha=1.2", "--block-cache", "dc+")
     shown = mosaic(*ask)
     assert (
         shown.code == 0 and "eviction eviction(alpha=1.2, history='block'" in shown.out and "rank='random'" in shown.out
@@ -269,8 +250,8 @@ def test_plan_sets_the_graphs_of_a_step_that_evicts_beside_the_whole_one(mosaic:
 @pytest.mark.soak
 def test_plan_cuts_the_later_step_of_a_block_that_attends_sparsely(mosaic: Any) -> None:
     """Eviction and selected keys in one step: steps of the attention alone, and graphs that read what it selects."""
-    ask = ("plan", "--device", "h200", "--model", "small-sdar", "--ctx", "8k", "--attention", "mage", "--k", "64")
-    both = (*ask, "--eviction", "focus", "--alpha", "1.2")
+    ask = ("plan", "--device", "h200", "--model", "small-sdar", "--ctx", "8k", "--attention", "mage:k=64")
+    both = (*ask, "--eviction", "focus:alpha=1.2")
     shown = mosaic(*both)
     assert shown.code == 0 and "attention sparse(k=64)" in shown.out and "eviction eviction(alpha=1.2)" in shown.out
     found, alone = mosaic(*both, "--json").json, mosaic(*ask, "--json").json
@@ -289,17 +270,10 @@ def test_plan_cuts_the_later_step_of_a_block_that_attends_sparsely(mosaic: Any) 
 def test_generation_with_eviction_by_command(mosaic: Any) -> None:
     """Options reach the algorithm, and the document says them."""
     ask = ("generate", "--model", "small-sdar", "--prompt", "Anna has 3 apples.", "--gen-length", "4", "--json")
-    ran = mosaic(
-        *ask, "--eviction", "focus-public", "--alpha", "1.2", "--block-cache", "dc+", "--block-commit", "cached"
-    )
+    ran = mosaic(*ask, "--eviction", "focus-public:alpha=1.2", "--block-cache", "dc+", "--block-commit", "cached")
     said = ran.json["config"]
     assert (said["eviction"]["alpha"], said["eviction"]["history"]) == (1.2, "block")
     assert (said["block_cache"], said["block_commit"]) == ("dc+", "cached")
-
-
-def test_the_quality_bench_asks_with_the_eviction_it_is_given(mosaic: Any) -> None:
-    ran = mosaic(*FACES["quality"], "--model", "small-sdar", "--eviction", "focus", "--alpha", "1.8", "--json")
-    assert ran.code == 0 and ran.json["settings"]["options"]["eviction"]["alpha"] == 1.8
 
 
 def test_the_readme_shows_what_the_command_prints(mosaic: Any) -> None:
@@ -502,7 +476,7 @@ def test_contexts_go_by_either_name(mosaic: Any) -> None:
         pytest.param("mosaic generate --model small-s", "small-sdar", marks=pytest.mark.soak),
         pytest.param("mosaic devices --model dre", "dream-7b", marks=pytest.mark.soak),
         ("mosaic pack --solver cp", "cpsat"),
-        ("mosaic bench --device h2", "h200"),
+        ("mosaic generate --device h2", "h200"),
         ("mosaic cal", "calibrate"),
     ],
 )
@@ -516,24 +490,6 @@ def test_the_shell_completes_names(words: str, expected: str) -> None:
     code = "import sys; sys.argv = ['mosaic']; from mosaic_dllm import main; main()"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert ran.returncode == 0 and ran.stdout.split() == [expected], ran.stderr
-
-
-def test_templates_that_are_compiled_are_shown_in_a_terminal_alone(
-    mosaic: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    config = tmp_path / "tiny" / "config.json"
-    config.parent.mkdir()
-    config.write_text(json.dumps({**SMALL, "d_model": 128}))
-    arguments = ("plan", "--model", str(config), "--ctx", "64", "--device", "cpu")
-    monkeypatch.setenv("MOSAIC_CACHE", str(tmp_path / "cache"))
-    assert mosaic(*arguments).err == ""
-    config.write_text(json.dumps({**SMALL, "d_model": 192}))
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    ran = mosaic(*arguments)
-    assert "planning this model for the first time, 0 bodies compiled" in ran.err and ran.err.endswith("\r\x1b[K")
-    assert ran.code == 0 and "first time" not in ran.out
-    assert "first time" not in mosaic(*arguments).err, "the cache has them now"
 
 
 def test_a_device_of_ones_own(mosaic: Any, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 from mosaic.errors import DoesNotFit, MissingExtra, RuntimeMemoryError
 from mosaic.runtime import cuda_driver, cuda_range
 from mosaic.runtime.cuda_driver import CudaDriver, CudaError
-from mosaic.runtime.cuda_pool import CudaMemoryError, CudaPool, SlabPool, open_pool
+from mosaic.runtime.cuda_pool import CudaMemoryError, CudaPool
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.page_pool import PagePool
 from mosaic.runtime.workspace import Workspace
@@ -31,7 +30,7 @@ PAGE = GRANULARITY
 TIB = 1 << 40
 
 
-def driver_and_ledger_agree(driver: FakeDriver, pool: CudaPool | SlabPool) -> bool:
+def driver_and_ledger_agree(driver: FakeDriver, pool: CudaPool) -> bool:
     return driver.used_bytes == pool.ledger.committed_bytes == pool.committed_bytes and pool.verify() == 0
 
 
@@ -447,73 +446,17 @@ def test_a_range_that_nobody_closed_gives_back_what_it_held() -> None:
     assert driver.is_empty()
 
 
-# --- slabs ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_device_without_virtual_memory_gets_slabs_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), open_pool(FakeDriver(GIB, virtual_memory=False)) as pool:
-        assert isinstance(pool, SlabPool)
-    assert "no virtual memory" in caplog.text
-    with open_pool(FakeDriver(GIB)) as pool:
-        assert isinstance(pool, CudaPool)
-
-
-def test_slabs_grow_by_moving_and_keep_what_must_be_kept() -> None:
-    driver = FakeDriver(GIB, virtual_memory=False)
-    with SlabPool(driver, DeviceLedger(GIB)) as pool:
-        state = pool.reserve("state", TIB)
-        with pytest.raises(RuntimeMemoryError, match="commit first"):
-            _ = state.tensor
-        state.commit(10 * MIB)
-        state.tensor.fill_(4)
-        driver.launch()
-        state.resize(100 * MIB)
-        assert state.tensor.numel() == state.committed_bytes == 100 * MIB and state.generation == 2
-        assert bool((state.tensor[: 10 * MIB] == 4).all())
-        state.resize(50 * MIB)
-        assert state.committed_bytes == 100 * MIB and driver_and_ledger_agree(driver, pool)
-        with pytest.raises(DoesNotFit):
-            state.commit(950 * MIB)  # old and new at once
-        workspace = pool.reserve("workspace", TIB)
-        workspace.commit(500 * MIB)
-        workspace.commit(900 * MIB)  # gives the old up first
-        assert driver_and_ledger_agree(driver, pool)
-        with pytest.raises(DoesNotFit):
-            workspace.commit(950 * MIB)
-        assert workspace.committed_bytes == 900 * MIB
-        state.resize(0)
-        assert driver_and_ledger_agree(driver, pool)
-    assert driver.is_empty() and pool.ledger.committed_bytes == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "index"),
-    [
-        *(("state", index) for index in range(4)),  # allocate, drain, copy, free
-        *(("workspace", index) for index in range(3)),  # drain, free, allocate
-    ],
-)
-def test_a_slab_that_cannot_grow_keeps_its_size(name: str, index: int) -> None:
-    driver = FakeDriver(GIB, virtual_memory=False)
-    with SlabPool(driver, DeviceLedger(GIB)) as pool:
-        part = pool.reserve(name, TIB)
-        part.commit(10 * MIB)
-        driver.fail_at = len(driver.calls) + index
-        with pytest.raises(CudaMemoryError, match=r"10\.00 MiB are held"):
-            part.commit(100 * MIB)
-        assert part.committed_bytes == 10 * MIB and driver_and_ledger_agree(driver, pool)
-        part.commit(100 * MIB)
-        assert driver_and_ledger_agree(driver, pool)
-    assert driver.is_empty()
-
-
 # --- workspace and driver ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("virtual_memory", [True, False])
-def test_a_workspace_runs_over_either_pool(virtual_memory: bool) -> None:
-    driver = FakeDriver(GIB, virtual_memory=virtual_memory)
-    with Workspace(pool=open_pool(driver, DeviceLedger(GIB))) as workspace:
+def test_a_device_without_virtual_memory_is_refused() -> None:
+    with pytest.raises(RuntimeMemoryError, match=r"no virtual memory.*device='cpu'"):
+        CudaPool(FakeDriver(GIB, virtual_memory=False))
+
+
+def test_a_workspace_runs_over_the_pool() -> None:
+    driver = FakeDriver(GIB)
+    with Workspace(pool=CudaPool(driver, DeviceLedger(GIB))) as workspace:
         workspace.resize("workspace", 8192)
         view = workspace.view("workspace", 512, (3, 5), "float32")
         view.copy_(torch.arange(15.0).view(3, 5))

@@ -19,7 +19,7 @@ from test_parity_block import LLADA2
 from torch import Tensor
 
 import mosaic
-from mosaic import Implementation, Operator, Spec
+from mosaic import Implementation, Operator
 from mosaic.decoding import Algorithm, Canvas, GenerationConfig, LiveRequest, Traits
 from mosaic.decoding.ahead import ahead_shapes, decode_ahead
 from mosaic.decoding.algorithms import canvas_length
@@ -263,11 +263,9 @@ def select_asked(
 
 
 SELECT_ASKED: Final = Operator(
-    name="select_asked", reads=("asked", "cu_rows", "positions", "cu_seqlens"), writes=("rows", "bounds", "total"),
-    whole=frozenset({"asked", "cu_rows", "positions", "cu_seqlens"}),
-    infer=lambda asked, cu_rows, positions, cu_seqlens: (
-        Spec(positions.shape, "int64"), cu_seqlens, Spec((1,), "int64"),
-    ),
+    name="select_asked", operands="""
+        asked@:i64[M] cu_rows@:i32[B+1] positions@:i32[T] cu_seqlens@:i32[B+1] -> rows:i64[T] bounds:i32[B+1] total:i64[1]
+    """,
     implementations=(Implementation(backend="cpu", kernel=select_asked),),
 )  # fmt: skip
 
@@ -297,9 +295,7 @@ def select_none(
 
 
 SELECT_NONE: Final = Operator(
-    name="select_none", reads=("positions", "cu_seqlens"), writes=("rows", "bounds", "total"),
-    whole=frozenset({"positions", "cu_seqlens"}),
-    infer=lambda positions, cu_seqlens: (Spec(positions.shape, "int64"), cu_seqlens, Spec((1,), "int64")),
+    name="select_none", operands="positions@:i32[T] cu_seqlens@:i32[B+1] -> rows:i64[T] bounds:i32[B+1] total:i64[1]",
     implementations=(Implementation(backend="cpu", kernel=select_none),),
 )  # fmt: skip
 

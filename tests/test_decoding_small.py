@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from test_decoding import Case, Draw, assert_same, dream, fast_dllm, llada, llada21, sdar
 from torch import Tensor
 
+from benchmarks.quality.evaluation import evaluation_set
+from benchmarks.quality.vocabulary import vocabulary
 from mosaic import models
-from mosaic.bench.quality.evaluation import evaluation_set
-from mosaic.bench.quality.vocabulary import vocabulary
 from mosaic.models.shipped import shipped
 
 

@@ -22,8 +22,8 @@ from test_session import FAMILIES
 from torch import Tensor
 
 import mosaic
-from mosaic.bench.quality.evaluation import evaluation_set
-from mosaic.bench.quality.vocabulary import vocabulary
+from benchmarks.quality.evaluation import evaluation_set
+from benchmarks.quality.vocabulary import vocabulary
 from mosaic.decoding import GenerationConfig, LiveRequest, Session, Submission, generate, resolve
 from mosaic.decoding.algorithms import largest_steps, shared_sizes
 from mosaic.decoding.llada import schedule
@@ -45,6 +45,7 @@ from mosaic.models.step import StepSize, most_rows
 from mosaic.planner.planner import Planner
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.launched import Launched
+from mosaic.runtime.sharing import SharedSizes
 from mosaic.runtime.steps import StepRequest, StepResult
 
 BLOCK = ARCH.block
@@ -106,6 +107,9 @@ class Recorder:
 
     def open_rows(self, state: State, /) -> Any:
         return self.model.open_rows(state)
+
+    def sharing(self) -> SharedSizes:
+        return self.model.sharing()
 
     def exclusive(self) -> AbstractContextManager[object]:
         return self.model.exclusive()
@@ -532,7 +536,7 @@ def test_steps_that_keep_more_than_was_guessed_change_nothing(
     for _ in range(3):  # of whole blocks: steps begin with few tokens, and keep more and more
         prompt = torch.tensor([rng.randrange(8, MASK) for _ in range(2 * BLOCK)])
         (expected,) = generate(known, [prompt], config)
-        with caplog.at_level(logging.DEBUG, logger="mosaic.runtime.model_engine"):
+        with caplog.at_level(logging.DEBUG, logger="mosaic.runtime.engine"):
             (found,) = generate(guessing, [prompt], config)
         assert torch.equal(found.token_ids, expected.token_ids)
     assert guessing.of_requests() == known.of_requests()
@@ -686,6 +690,9 @@ class Chance:
 
     def open_rows(self, state: State, /) -> Any:
         return Rows()
+
+    def sharing(self) -> SharedSizes:
+        return SharedSizes()
 
     def exclusive(self) -> AbstractContextManager[object]:
         return nullcontext()

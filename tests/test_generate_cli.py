@@ -37,6 +37,7 @@ from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.errors import CheckpointError, DoesNotFit, UsageError
 from mosaic.models import load
 from mosaic.models.shipped import shipped
+from mosaic.runtime.sharing import SharedSizes
 from mosaic.runtime.steps import StepResult
 from mosaic.viz.canvas_picture import STATES, CanvasPicture, CanvasTracker, Cell, Memory, Progress, bar, printable
 
@@ -469,7 +470,7 @@ def test_a_hopeless_run_is_told_before_it_starts(fake: FakeModel, run: Any, monk
     noise, memory, time, *_ = ran.err.splitlines()
     assert "what it writes is noise" in noise
     assert re.search(r"takes 1\d\.\d\d GiB on cpu, and this machine has 8\.00 GiB to give", memory)
-    assert re.search(r"up to 64 steps of .* s, .* (min|h).* in all, by figures that nobody measured here; Ctrl-C", time)
+    assert re.search(r"up to 64 steps of .* s, .* (min|h).* in all, by an estimated profile; Ctrl-C", time)
     monkeypatch.setattr("mosaic.cli.outlook.available_bytes", lambda: 64 << 30)
     said = run("--model", "llada-8b", "--device", "cpu", "--prompt", "hi", "--gen-length", "1").err
     assert "to give" not in said and "in all" not in said
@@ -616,6 +617,9 @@ def test_shipped_models_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 class AnswersBytes(FakeModel):
     """Runs the steps of the real decoding loop: the most confident rows are the first ones of the window."""
+
+    def sharing(self) -> SharedSizes:
+        return SharedSizes()
 
     def exclusive(self) -> Any:
         return nullcontext()

@@ -12,7 +12,8 @@ from test_gpu_generation import DEVICE
 
 import mosaic
 from mosaic import decoding
-from mosaic.kernels import kernel_of, load
+from mosaic.kernels import load
+from mosaic.kernels.binding import kernel_of
 from mosaic.registrar.operators import operator
 from mosaic.runtime.compiled import CompiledModel
 
@@ -28,7 +29,7 @@ SHAPES = {  # outputs, inputs
 }  # fmt: skip
 CONFIG: dict[str, Any] = {
     "model_type": "sdar", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 3, "num_attention_heads": 16,
-    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 8192, "max_position_embeddings": 4096, "mask_token_id": 8191,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 8192, "max_position_embeddings": 4096, "mask_token_id": 8191,
     "eos_token_id": 7, "block_size": 32, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "torch_dtype": "bfloat16",
 }  # fmt: skip
 REQUESTS, BATCHES = 8, 2
@@ -100,7 +101,7 @@ def model() -> Iterator[CompiledModel]:
 def test_tokens_are_those_of_the_request_alone(policy: str, model: CompiledModel) -> None:
     """Ragged batches of random prompts, weights in bfloat16; confidences to the bit as well."""
     rng, generator = random.Random(policy), torch.Generator().manual_seed(len(policy))
-    config = decoding.GenerationConfig(gen_length=64, steps=8, stop_at_eos=False, **POLICIES[policy])
+    config = decoding.GenerationConfig(gen_length=64, steps=16, stop_at_eos=False, **POLICIES[policy])
     for batch in range(BATCHES):
         prompts = [torch.randint(8, 8000, (rng.randint(1, 700),), generator=generator) for _ in range(REQUESTS)]
         numbers = list(range(batch * REQUESTS, (batch + 1) * REQUESTS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from test_kv import FEW, check_bits, check_in_triton, kv_case, softmax_rows, tab
 from test_triton_kernels import INTERPRETED, moved, scratch_for
 
 from mosaic.kernels import load
+from mosaic.kernels.binding import kernel_of
+from mosaic.registrar.operators import operator
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,22 +44,33 @@ def test_sizes_of_decoding(name: str, dtype: torch.dtype) -> None:
     check_in_triton(kv_case(windows, heads, kv_heads, size, dtype, block=block, padding=3))
 
 
-def test_results_do_not_depend_on_the_batch_around_a_sequence() -> None:
-    """A captured step serves batches of one size; a sequence's rows come close to those it has alone."""
-    windows = [(32, 4_000, 3_968), (32, 700, 668), (32, 64, 32)]
-    together = kv_case(windows, 8, 2, 128, BF16)
-    expected, _ = softmax_rows(together)
-    given = {name: moved(t, "cuda") for name, t in together.operands.items()}
-    for number, (tokens, _, _) in enumerate(windows):
-        rows = slice(number * tokens, (number + 1) * tokens)
-        alone = {name: given[name][rows] for name in ("q", "positions")}
-        bounds = {name: given[name][number : number + 2].clone() for name in ("cu_seqlens", "cu_extents")}
-        bounds["cu_seqlens"] -= bounds["cu_seqlens"][0].clone()
-        bounds["seen"] = given["seen"][number : number + 1].clone()
-        y = torch.empty(tokens, 8 * 128, dtype=BF16, device="cuda")
-        scratch = scratch_for(together, "cuda")
-        load("kv_attention", "cuda").launch(**(given | alone | bounds), **together.attrs, y=y, scratch=scratch)
-        assert_within(y.cpu(), expected[rows], triton_bound(together, expected)[rows])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=name_of)
+@pytest.mark.parametrize("heads, kv_heads", [(16, 8), (8, 2), (8, 8)])
+def test_results_do_not_depend_on_the_batch_around_a_sequence(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    """For plans that are asked to be batch-invariant: to the bit, however few tokens there are of a sequence or of its mates."""
+    rng = random.Random(heads * kv_heads)
+    for _ in range(4):
+        windows = []
+        for _ in range(6):
+            tokens = rng.choice((rng.randint(1, 12), rng.randint(13, 70)))
+            keys = tokens + rng.choice((0, rng.randint(1, 3_000)))
+            windows.append((tokens, keys, keys - tokens))
+        together = kv_case(windows, heads, kv_heads, 128, dtype)
+        launch = kernel_of(operator("kv_attention").implementation("cuda", "invariant"))
+        given = {name: moved(t, "cuda") for name, t in together.operands.items()}
+        scratch, whole = scratch_for(together, "cuda"), torch.empty_like(given["q"])
+        launch(**given, **together.attrs, y=whole, scratch=scratch)
+        first = 0
+        for number, (tokens, _, _) in enumerate(windows):
+            rows = slice(first, first + tokens)
+            alone = {name: given[name][rows] for name in ("q", "positions")}
+            bounds = {name: given[name][number : number + 2].clone() for name in ("cu_seqlens", "cu_extents")}
+            bounds["cu_seqlens"] -= first
+            bounds["seen"] = given["seen"][number : number + 1].clone()
+            y = torch.empty(tokens, heads * 128, dtype=dtype, device="cuda")
+            launch(**(given | alone | bounds), **together.attrs, y=y, scratch=scratch)
+            assert torch.equal(y, whole[rows]), windows
+            first += tokens
 
 
 @pytest.mark.parametrize("size", [16, 64, 128])

@@ -14,7 +14,7 @@ import torch
 
 from mosaic.runtime.checkpoint import PIECE_BYTES, Checkpoint, write_safetensors
 from mosaic.runtime.cuda_driver import CudaDriver
-from mosaic.runtime.cuda_pool import CudaMemoryError, CudaPool, SlabPool
+from mosaic.runtime.cuda_pool import CudaMemoryError, CudaPool
 from mosaic.runtime.host_pool import HostMemoryError, HostPool
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.page_pool import Linux
@@ -175,17 +175,6 @@ def test_a_stray_access_to_released_memory_is_illegal_and_closing_reports_it() -
     assert result.returncode == 0 and lines[:2] == ["300", "illegal"], result.stdout + result.stderr
     assert "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in lines[2] and "Restart the process" in lines[2]
     assert len(lines) == 4 and "refused to pin or unpin 1.00 MiB" in lines[3]
-
-
-def test_slabs_on_a_card(driver: CudaDriver) -> None:
-    before = driver.memory_info()[0]
-    with SlabPool(driver, DeviceLedger()) as pool:
-        state = pool.reserve("state", TIB)
-        state.commit(64 * MIB)
-        state.tensor.fill_(5)
-        state.commit(256 * MIB)
-        assert state.tensor[64 * MIB - 1].item() == 5 and pool.verify() == 0
-    assert driver.memory_info()[0] == before
 
 
 def test_a_workspace_of_views(pool: CudaPool) -> None:

@@ -87,7 +87,7 @@ def test_an_operator_of_ones_own_is_held_against_its_reference_on_the_card() -> 
         test_programs.DOUBLE, reference=lambda *, x: 2 * x,
         implementations=(Implementation(backend="cuda", kernel=double_on_card, name="torch"),),
     )  # fmt: skip
-    assert verify_operator(double, {"x": "float32[tokens, 12]"}, sizes={"tokens": 37}, backend="cuda") == ("torch",)
+    assert verify_operator(double, {"T": 37}, loops="T", backend="cuda") == ("torch",)
 
 
 def ask(model: CompiledModel, owned: OwnedRows, seed: int, *, decide: bool) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mosaic.registrar.graph import Graph
 from mosaic.runtime.cuda_driver import CudaDriver
-from mosaic.runtime.cuda_pool import open_pool
+from mosaic.runtime.cuda_pool import CudaPool
 from mosaic.runtime.executor import Executor
 from mosaic.runtime.host_pool import HostPool
 from mosaic.runtime.ledger import DeviceLedger
@@ -39,7 +39,7 @@ def streams() -> CudaStreams:
 @pytest.fixture
 def card() -> Iterator[Workspace]:
     driver = CudaDriver(0)
-    with Workspace(pool=open_pool(driver, DeviceLedger()), host=HostPool(driver)) as opened:
+    with Workspace(pool=CudaPool(driver, DeviceLedger()), host=HostPool(driver)) as opened:
         yield opened
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mosaic.errors import DoesNotFit, RuntimeMemoryError
 from mosaic.runtime import page_pool
-from mosaic.runtime.cuda_pool import CudaPool, SlabPool, open_pool
+from mosaic.runtime.cuda_pool import CudaPool
 from mosaic.runtime.host_pool import HostMemoryError, HostPool
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.page_pool import PAGE_BYTES, Linux, PagePool
@@ -380,11 +380,10 @@ def test_the_other_pool_is_closed_if_one_cannot_be() -> None:
 # --- workspace --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["pages", "slabs", "cpu"])
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
 def test_a_workspace_shows_both_sides_of_host_memory(kind: str) -> None:
-    driver = FakeDriver(GIB, virtual_memory=kind != "slabs")
-    pool: Any = PagePool() if kind == "cpu" else open_pool(driver)
-    assert isinstance(pool, SlabPool) == (kind == "slabs")
+    driver = FakeDriver(GIB)
+    pool: Any = PagePool() if kind == "cpu" else CudaPool(driver)
     host = None if kind == "cpu" else HostPool(driver, page_bytes=2 * MIB)
     with Workspace(pool=pool, host=host, capacities={"host": 64 * MIB}) as workspace:
         workspace.resize_all({"host": 8192, "workspace": 8192})

@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import sympy
 import torch
 from operator_tables import attention_options
 from test_kernels import (
@@ -44,6 +43,7 @@ from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import kv_attention as kv_operator
 from mosaic.registrar.operators import operator as contract
 from mosaic.registrar.operators.kv_attention import kv_parts, kv_segments
+from mosaic.registrar.polynomial import symbol
 from mosaic.runtime.executor import Executor
 from mosaic.runtime.workspace import Workspace
 
@@ -313,18 +313,20 @@ def test_kernels_allocate_nothing(block: int, dtype: torch.dtype) -> None:
 
 
 def test_launches_refuse_wrong_operands() -> None:
-    with pytest.raises(GraphError, match=r"'kv' has 8 columns, .* 2 columns for every layer, layer 2 among them"):
+    with pytest.raises(GraphError, match=r"'kv' has keys and values of 2 layers, not layer 2"):
         wrong = store_case([[0]], [1], 1, 2, F32)
         load("kv_store").launch(**wrong.operands | {"kv": torch.zeros(4, 8)}, layer=2, head_size=2)
     with pytest.raises(GraphError, match="rows of 'kv' lie 24 elements apart, expected 12"):
         wrong = store_case([[0]], [1], 1, 2, F32)
         load("kv_store").launch(**wrong.operands | {"kv": torch.zeros(4, 24)[:, :12]}, **wrong.attrs)
     case = kv_case([(2, 3, 1)], 3, 2, 4, F32)
-    with pytest.raises(GraphError, match="3 query heads do not divide into 2 groups"):
+    with pytest.raises(
+        GraphError, match=r"kv_attention: operand '.' is float32\[2, 12\], expected float32\[2, G\*2\*4\]"
+    ):
         case.launch()
     case = kv_case([(2, 3, 1)], 4, 2, 4, F32)
     case.operands["positions"] = case.operands["positions"].long()
-    with pytest.raises(GraphError, match=r"operand 'positions' is \[2\] torch.int64, expected \[2\] torch.int32"):
+    with pytest.raises(GraphError, match=r"operand 'positions' is int64\[2\], expected int32\[2\]"):
         case.launch()
 
 
@@ -401,7 +403,7 @@ def test_cudnn_serves_no_blocks() -> None:
     assert attention_options("cuda", **step, block=4) == ("triton",)
     case = blocked_case((8,), 1, 1, 8, 4, BF16)
     with pytest.raises(GraphError, match=r"see all of it; this step has blocks of 4\. .*'triton'"):
-        load("attention", "cuda", "cudnn").launch(**case.operands, **case.outputs, **case.attrs)
+        load("attention", "cuda", "cudnn").module.launch(**case.operands, **case.outputs, **case.attrs)
 
 
 # --- in Triton --------------------------------------------------------------------------------------------------------
@@ -616,7 +618,7 @@ def test_results_of_segments_fill_the_scratch_that_is_planned(share: float, monk
     planned = scratch_for(case, DEVICE)
     assert planned is not None and planned.numel() == 4 * (3 + 5) * 3 * 2 * (8 + 2)
     scratch = planned[: int(share * planned.numel())]
-    load("kv_attention", "cuda").launch(**given, **case.attrs, scratch=scratch)
+    load("kv_attention", "cuda").module.launch(**given, **case.attrs, scratch=scratch)
     untouched = scratch.view(torch.float32).isnan().float().mean().item() if share else 1.0
     assert {0.0: 1.0, 1.0: 0.0}.get(share, 0.06) == pytest.approx(untouched, abs=0.01)
 
@@ -645,7 +647,7 @@ def test_segments_go_by_the_request_alone_and_fill_a_gpu() -> None:
 # --- contracts --------------------------------------------------------------------------------------------------------
 
 TOKENS, ROWS, KEYS, SEQS, SPAN, EXTENTS = (
-    sympy.Symbol(name, positive=True, integer=True) for name in ("tokens", "kv_rows", "keys", "seqs", "span", "extents")
+    symbol(name) for name in ("tokens", "kv_rows", "keys", "seqs", "span", "extents")
 )
 K16 = Spec((TOKENS, 16), "bfloat16")
 KV = Spec((ROWS, 96), "bfloat16")
@@ -661,48 +663,48 @@ ATTRS = {"layer": 2, "kv_heads": 2, "head_size": 8, "scale": 1.0, "span": SPAN, 
 
 def test_contracts_count_this_layers_work() -> None:
     store, attend = contract("kv_store"), contract("kv_attention")
-    assert store.infer(**STORES, layer=2, head_size=8) == () and store.updates == ("kv",)
-    assert sympy.expand(store.moved(STORES, {"layer": 2})) == TOKENS * (4 + 2 * 2 * 16 * 2)
+    assert store.work(**STORES, layer=2, head_size=8).outputs == () and store.updates == ("kv",)
+    assert store.work(**STORES, layer=2, head_size=8).bytes == TOKENS * (4 + 2 * 2 * 16 * 2)
     q = ATTENDED["q"]
-    assert attend.infer(**ATTENDED, **ATTRS) == (q,)
-    assert sympy.expand(attend.flops(**ATTENDED, **ATTRS)) == 4 * SPAN * TOKENS * 64
-    assert attend.rate == "attention" and sympy.expand(attend.rate_rows(**ATTENDED, **ATTRS)) == 8 * TOKENS
-    moved = attend.moved({**ATTENDED, "y": q}, ATTRS)
+    assert attend.work(**ATTENDED, **ATTRS).outputs == (q,)
+    assert attend.work(**ATTENDED, **ATTRS).flops == 4 * SPAN * TOKENS * 64
+    assert attend.rate == "attention" and attend.work(**ATTENDED, **ATTRS).rate_rows == 8 * TOKENS
+    moved = attend.work(**ATTENDED, **ATTRS).bytes
     rows = KEYS * 2 * 16 * 2
-    assert sympy.expand(moved - rows - TOKENS * (2 * 128 + 4) - 8 * (SEQS + 1) - 4 * SEQS - 32 * EXTENTS) == 0
+    assert moved - rows - TOKENS * (2 * 128 + 4) - 8 * (SEQS + 1) - 4 * SEQS - 32 * EXTENTS == 0
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layer": 3}, "kv has 3 layers of 2 \\* 16 columns, not layer 3"),
-        ({"kv_heads": 5}, "q must have all heads of 8 for 5 KV heads, it has 64 columns"),
-        ({"kv": Spec((ROWS, 80), "bfloat16")}, "kv must be \\[rows, layers \\* 2 \\* 16\\]"),
-        ({"kv": Spec((ROWS, 96), "float32")}, "kv must be bfloat16 as q is, not float32"),
+        ({"layer": 3}, "'kv' has keys and values of 3 layers, not layer 3"),
+        ({"kv_heads": 5}, r"operand '.*' is .*, expected bfloat16\[.*\*5\*8\]"),
+        ({"kv": Spec((ROWS, 80), "bfloat16")}, r"operand 'kv' is .*, expected bfloat16\[kv_rows, L\*2\*2\*8\]"),
+        ({"kv": Spec((ROWS, 96), "float32")}, r"operand 'kv' is .*, expected bfloat16\[kv_rows, 96\]"),
         ({"q": Spec((TOKENS, 16 * SEQS), "bfloat16")}, "q must have all heads"),
-        ({"extents": Spec((EXTENTS, 3), "int64")}, "extents must be int64\\[extents, 4\\]"),
-        ({"extents": Spec((EXTENTS, 4), "int32")}, "extents must be int64"),
-        ({"cu_extents": Spec((SEQS,), "int32")}, "cu_seqlens and cu_extents must be int32"),
-        ({"seen": Spec((SEQS + 1,), "int32")}, "seen must be int32\\[seqs\\]"),
-        ({"positions": Spec((KEYS,), "int32")}, "positions must be int32\\[tokens\\]"),
+        ({"extents": Spec((EXTENTS, 3), "int64")}, "operand 'extents' is .*, expected int64\\[extents, 4\\]"),
+        ({"extents": Spec((EXTENTS, 4), "int32")}, r"operand 'extents' is .*, expected int64\[extents, 4\]"),
+        ({"cu_extents": Spec((SEQS,), "int32")}, r"operand 'seen' is .*, expected int32\[seqs - 1\]"),
+        ({"seen": Spec((SEQS + 1,), "int32")}, "operand 'seen' is .*, expected int32\\[seqs\\]"),
+        ({"positions": Spec((KEYS,), "int32")}, "operand 'positions' is .*, expected int32\\[tokens\\]"),
         ({"block": -1}, "block must be"),
     ],
 )
 def test_contracts_refuse(change: dict[str, Any], message: str) -> None:
     with pytest.raises(GraphError, match=message):
-        contract("kv_attention").infer(**{**ATTENDED, **ATTRS, **change})
+        contract("kv_attention").work(**{**ATTENDED, **ATTRS, **change})
 
 
 def test_store_refuses() -> None:
     for change, message in (
-        ({"v": Spec((TOKENS, 8), "bfloat16")}, "one shape and dtype"),
-        ({"positions": Spec((TOKENS,), "int64")}, r"positions must be int32\[tokens\]"),
-        ({"kv": Spec((ROWS, 96), "float32")}, "kv must be bfloat16"),
-        ({"cu_extents": Spec((SEQS,), "int32")}, "cu_seqlens and cu_extents must be int32"),
-        ({"head_size": 5}, "k must have whole heads of 5, it has 16 columns"),
+        ({"v": Spec((TOKENS, 8), "bfloat16")}, r"operand 'v' is .*, expected bfloat16\[tokens, 16\]"),
+        ({"positions": Spec((TOKENS,), "int64")}, r"operand 'positions' is .*, expected int32\[tokens\]"),
+        ({"kv": Spec((ROWS, 96), "float32")}, r"operand 'kv' is .*, expected bfloat16\[kv_rows, 96\]"),
+        ({"cu_extents": Spec((SEQS,), "int32")}, r"operand 'cu_seqlens' is .*, expected int32\[seqs\]"),
+        ({"head_size": 5}, r"operand 'k' is .*, expected bfloat16\[tokens, K\*5\]"),
     ):
         with pytest.raises(GraphError, match=message):
-            contract("kv_store").infer(**{**STORES, "head_size": 8, **change}, layer=0)
+            contract("kv_store").work(**{**STORES, "head_size": 8, **change}, layer=0)
 
 
 # --- a toy model, planned, checked, run ------------------------------------------------------------------------------

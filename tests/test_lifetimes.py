@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 
 import pytest
-import sympy
 
 from mosaic.planner.check import check_plan
 from mosaic.planner.lifetimes import Lifetimes, derive
@@ -14,16 +13,15 @@ from mosaic.planner.planner import plan_point
 from mosaic.planner.space import Config
 from mosaic.planner.template import compile_body
 from mosaic.registrar.graph import Buffer, Graph
-from mosaic.registrar.operator import Operator, Spec
+from mosaic.registrar.operator import Operator
+from mosaic.registrar.polynomial import Polynomial
 from mosaic.registrar.validate import validate
 from tests.small_programs import drawn
 
-COPY = Operator(name="copy", reads=("x",), writes=("y",), infer=lambda x: (x,))
-OVER = Operator(name="over", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=lambda x: (x,))
-ADD = Operator(name="add", reads=("x", "y"), updates=("y",), infer=lambda x, y: ())
-LOOK = Operator(
-    name="look", reads=("x",), writes=("y",), whole=frozenset({"x"}), infer=lambda x: (Spec((1,), "float32"),)
-)
+COPY = Operator(name="copy", operands="x:a[*T] -> y:a[*T]")
+OVER = Operator(name="over", operands="x:a[*T] -> y:a[*T]", inplace=(("y", "x"),))
+ADD = Operator(name="add", operands="x:a[*T] y!:a[*S]")
+LOOK = Operator(name="look", operands="x@:a[*T] -> y:f32[1]")
 
 
 class Small:
@@ -37,7 +35,7 @@ class Small:
     def input(self, name: str) -> Buffer:
         return self.g.input(name, (self.tokens, 4), "float32")
 
-    def buffer(self, name: str, rows: sympy.Symbol | None = None, *, rotate: int = 1) -> Buffer:
+    def buffer(self, name: str, rows: Polynomial | None = None, *, rotate: int = 1) -> Buffer:
         return self.g.buffer(name, (rows if rows is not None else self.tokens, 4), "float32", rotate=rotate)
 
     def output(self, name: str) -> Buffer:
@@ -120,7 +118,7 @@ def nested() -> Small:
         acc = s.g.buffer("acc", (1,), "float32")
         with s.g.chunk("inner", over=other):
             t = s.g.add_op(LOOK, h, name="t")
-            s.g.add_op(Operator(name="take", reads=("x", "w"), writes=("y",), infer=lambda x, w: (x,)), t,
+            s.g.add_op(Operator(name="take", operands="x:a[*T] w:b[*S] -> y:a[*T]"), t,
                        s.g.weight("w", (other, 4), "float32"), out=acc)  # fmt: skip
         s.g.add_op(COPY, acc, name="n")
         s.copy(h, "o", out=out)

@@ -12,19 +12,16 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, product
 from typing import Any
 
-import numpy as np
 import pytest
 from offset_instances import perfect
 
 from mosaic.planner.offsets import Blocks, Problem, blocks_of, compiled, kernels, lower_bound
-from mosaic.planner.offsets.best_fit import best_fit, best_fit_in_order
 from mosaic.planner.offsets.blocks import paced
-from mosaic.planner.offsets.first_fit import first_fit, first_fit_in_order
 from mosaic.planner.offsets.greedy import greedy_by_area, greedy_by_conflicts, greedy_by_size
 from mosaic.planner.offsets.layout import Layout, layout_of
 from mosaic.planner.offsets.local_search import LocalSearch
 from mosaic.planner.offsets.neighbours import Neighbours
-from mosaic.planner.offsets.online import place_online, program_order
+from mosaic.planner.offsets.online import best_fit, first_fit, place_online, program_order
 from mosaic.planner.offsets.skyline import PREORDERS, preorder, skyline
 from mosaic.planner.offsets.stacked import place_in_order
 
@@ -265,10 +262,9 @@ def test_first_and_best_fit_take_the_lowest_and_the_smallest_hole(best: bool) ->
     for seed in SEEDS:
         blocks = blocks_of(any_problem(seed, most=16))
         draw = random.Random(seed)
-        in_order = best_fit_in_order if best else first_fit_in_order
         order = sorted(range(len(blocks)), key=lambda _: draw.random())
         expected = naive_place(blocks, order, best=best)
-        assert in_order(blocks, order) == expected
+        assert place_in_order(blocks, order, best=best) == expected
         assert place_in_order(blocks, order, best=best, many_pairs=-1) == expected
         by_start = sorted(range(len(blocks)), key=lambda row: (blocks.starts[row], row))
         assert program_order(blocks) == by_start
@@ -276,9 +272,6 @@ def test_first_and_best_fit_take_the_lowest_and_the_smallest_hole(best: bool) ->
         assert (best_fit if best else first_fit)(blocks) == expected
         if blocks.plain:
             assert place_online(blocks, best=best) == expected
-            if not best:
-                columns = [np.array(column) for column in (order, blocks.sizes, blocks.starts, blocks.ends)]
-                assert kernels.first_fit_scan(*columns).tolist() == naive_place(blocks, order, best=False)
 
 
 @pytest.fixture
@@ -295,22 +288,19 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def test_neighbours_are_looked_up_or_scanned_where_lists_would_be_long(uncompiled: list[str]) -> None:
+def test_neighbours_are_looked_up_where_lists_would_be_long() -> None:
     for seed in SEEDS:
         for best in (False, True):
             blocks = blocks_of(any_problem(seed))
             order = sorted(range(len(blocks)), key=lambda row: (row * 7) % 5)
             expected, pairs = naive_place(blocks, order, best=best), blocks.num_pairs
-            scanned = blocks.plain and not best
             ticks: list[None] = []
             found = place_in_order(
                 blocks, order, best=best, tick=lambda ticks=ticks: ticks.append(None), many_pairs=pairs - 1
             )
-            assert found == expected and len(ticks) == (0 if scanned else len(order))
-            assert uncompiled == ["first_fit_scan"] * scanned and "conflicts" not in vars(blocks)
-            uncompiled.clear()
+            assert found == expected and len(ticks) == len(order) and "conflicts" not in vars(blocks)
             assert place_in_order(blocks, order, best=best, many_pairs=pairs) == expected
-            assert "conflicts" in vars(blocks) and not uncompiled
+            assert "conflicts" in vars(blocks)
 
 
 def test_greedy_takes_the_most_important_first() -> None:

@@ -13,8 +13,8 @@ from test_offset_portfolio import BOUND, PEAK, Clock, placed, problem_of
 from mosaic.planner.offsets import Blocks, Problem, blocks_of, ejection
 from mosaic.planner.offsets.blocks import Tick
 from mosaic.planner.offsets.ejection import Ejection, squeeze
-from mosaic.planner.offsets.first_fit import first_fit
 from mosaic.planner.offsets.incumbent import Incumbent
+from mosaic.planner.offsets.online import first_fit
 
 
 class Definition:

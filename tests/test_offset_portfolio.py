@@ -19,11 +19,10 @@ from test_offset_definitions import any_problem
 
 from mosaic.errors import MosaicError, UnknownName
 from mosaic.planner.offsets import Blocks, Problem, Solution, blocks_of, compiled, cpsat, ilp, portfolio, solve
-from mosaic.planner.offsets.best_fit import best_fit
 from mosaic.planner.offsets.exact import FAILED, LANES, RUNNING, SOLVED
-from mosaic.planner.offsets.first_fit import first_fit
 from mosaic.planner.offsets.greedy import greedy_by_area, greedy_by_conflicts, greedy_by_size
 from mosaic.planner.offsets.incumbent import Incumbent, Outcome, OutOfTime
+from mosaic.planner.offsets.online import best_fit, first_fit
 from mosaic.planner.offsets.periodic import Folded
 
 CHEAP = (
@@ -252,16 +251,6 @@ def test_more_than_nine_million_rows_times_sections_are_not_searched(rig: Rig) -
 
 
 # -- time ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("seconds", "greedy"), [(0.035, False), (0.037, True)])
-def test_a_scan_of_many_blocks_is_begun_where_there_is_time_for_it(
-    rig: Rig, clock: Clock, seconds: float, greedy: bool
-) -> None:
-    """4 ns a pair: 3,001 blocks take 36 ms."""
-    solution = solve(problem_of(count=3_001), timeout_s=seconds)
-    assert ("greedy_by_size" in rig.asked) == greedy
-    assert solution.seconds == 0.0 and rig.squeezed == [None]
 
 
 @pytest.mark.parametrize(("seconds", "searched"), [(0.007, False), (0.009, True)])

@@ -230,7 +230,7 @@ def test_capacity_below_the_live_set_is_proven_infeasible() -> None:
     problem = Problem(sizes=[6, 6], starts=[0, 1], ends=[2, 3], capacity=11)
     solution = solve(problem)
     assert solution.infeasible and not solution.capacity_reached
-    assert solution.to_json()["lower_bound_bytes"] == 12
+    assert solution.lower_bound_bytes == 12
 
 
 def test_exhaustion_is_a_proof_too() -> None:

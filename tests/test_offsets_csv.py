@@ -11,7 +11,7 @@ from test_offsets import problems, relaxed
 
 from mosaic.errors import InstanceFormatError, UsageError
 from mosaic.planner.offsets import Problem, names_end, read_csv, solve, validate, write_csv
-from mosaic.planner.offsets.minimalloc_csv import capacity_of_name, read_offsets
+from mosaic.planner.offsets.minimalloc_csv import capacity_of_name
 
 
 def write(tmp_path: Path, text: str, name: str = "x.csv") -> Path:
@@ -41,7 +41,7 @@ def test_round_trip(problem: Problem, tmp_path_factory: pytest.TempPathFactory) 
         assert [again.alignment(row) for row in range(len(again))] == [
             problem.alignment(row) for row in range(len(again))
         ]
-        assert again.pins is None and read_offsets(path) == solution.offsets
+        assert again.pins is None and read_csv(path, pin=True).pins == solution.offsets
         assert read_csv(path, pin=True).pins == solution.offsets
         assert list(path.parent.iterdir()) == [path]
 
@@ -132,7 +132,7 @@ def test_what_is_written_is_read_by_eye(tmp_path: Path) -> None:
     write_csv(path, plain, solve(plain))
     assert path.read_text() == "id,lower,upper,size,alignment,offset\n0,0,9,8,2,0\n"
     write_csv(path, Problem(sizes=[8], starts=[0], ends=[9]))
-    assert path.read_text() == "id,lower,upper,size\n0,0,9,8\n" and read_offsets(path) is None
+    assert path.read_text() == "id,lower,upper,size\n0,0,9,8\n" and read_csv(path, pin=True).pins is None
     one, two = tmp_path / "one.csv.gz", tmp_path / "two.csv.gz"
     for archive in (one, two):
         write_csv(archive, plain)
@@ -155,8 +155,6 @@ def test_empty_cells_are_alignments_of_one_and_no_pins(tmp_path: Path) -> None:
     path = write(tmp_path, "id,lower,upper,size,alignment,offset\na,0,1,4,,\nb,1,2,4,4,8\n")
     problem = read_csv(path, pin=True)
     assert (problem.alignments, problem.pins) == ((1, 4), (None, 8))
-    with pytest.raises(InstanceFormatError, match="line 2, column offset: '' is not an integer"):
-        read_offsets(path)
     with pytest.raises(InstanceFormatError, match="line 2, column size: '' is not an integer"):
         read_csv(write(tmp_path, "id,lower,upper,size\na,0,1,\n"))
 

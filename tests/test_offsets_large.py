@@ -14,12 +14,11 @@ from offset_instances import layered, staggered
 from test_offsets import problems, relaxed
 
 from mosaic.planner.offsets import Blocks, Guard, Problem, blocks_of, compiled, read_csv, solve, validate
-from mosaic.planner.offsets.best_fit import best_fit
 from mosaic.planner.offsets.blocks import Tick
 from mosaic.planner.offsets.ejection import Ejection, squeeze
-from mosaic.planner.offsets.first_fit import first_fit
 from mosaic.planner.offsets.greedy import greedy_by_area, greedy_by_conflicts, greedy_by_size
 from mosaic.planner.offsets.incumbent import Incumbent
+from mosaic.planner.offsets.online import best_fit, first_fit
 from mosaic.planner.offsets.skyline import skyline
 from mosaic.planner.offsets.stacked import place_in_order
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 import mosaic
-from mosaic import Graph, Implementation, Operator, Plan, Spec, check_plan
+from mosaic import Graph, Implementation, Operator, Plan, check_plan
 from mosaic.devices import load_device
 from mosaic.errors import GraphError, PlanFormatError, UnknownName, UsageError
 from mosaic.planner.check import unverified_operators
-from mosaic.registrar.operator import Attrs, Specs, require
+from mosaic.registrar.operator import Attrs, Specs
 from mosaic.registrar.operators import operator
 from mosaic.registrar.serialize import from_json, to_json
 from mosaic.runtime.executor import Executor
@@ -24,11 +24,6 @@ from mosaic.runtime.workspace import Workspace
 from mosaic.testing import OperatorMismatch, verify_operator
 
 # y[t] = x[t] * weight + (first row + t): what a kernel has to know of the whole, and scratch, in one.
-
-
-def infer(x: Spec, weight: Spec, *, gain: float) -> tuple[Spec]:
-    require(weight.shape == (x.shape[1],), f"weight must be [{x.shape[1]}]")
-    return (x,)
 
 
 def launch(*, x: Tensor, weight: Tensor, y: Tensor, gain: float, scratch: Tensor, row_start: int = 0) -> None:
@@ -48,11 +43,10 @@ def row_bytes(specs: Specs, attrs: Attrs) -> Any:
 
 PLAIN = Implementation(backend="cpu", kernel=launch, scratch=row_bytes, row_origin="x")
 NUMBERED = Operator(
-    name="numbered", reads=("x", "weight"), writes=("y",), inplace=(("y", "x"),), infer=infer, implementations=(PLAIN,),
-    reference=reference, roles={"x": "hidden", "y": "hidden"},
+    name="numbered", operands="x:a[T, F] weight:a[F] -> y:a[T, F]", attrs="gain", inplace=(("y", "x"),),
+    implementations=(PLAIN,), reference=reference, roles={"x": "hidden", "y": "hidden"},
 )  # fmt: skip
-OPERANDS = {"x": "float32[tokens, 6]", "weight": "float32[6]"}
-SIZES = {"tokens": 37}
+SIZES = {"T": 37, "F": 6}
 
 
 def build(g: Graph, rule: Operator = NUMBERED) -> None:
@@ -129,7 +123,7 @@ def test_the_cheapest_implementation_that_serves_is_named_and_runs() -> None:
         ),
         replace(PLAIN, name="plain", kernel=watched("plain")),
     )
-    rule = replace(NUMBERED, implementations=ways, flops=lambda x, **_: 100 * x.elements)
+    rule = replace(NUMBERED, implementations=ways, flops="100*x")
 
     def plan(tokens: int, rates: Mapping[int, float]) -> Plan:
         card = replace(load_device("cpu"), gemm_rates={1: rates}, bandwidth=1e9)
@@ -165,7 +159,7 @@ def test_one_name_is_one_operator() -> None:
 
 
 def test_an_operator_that_does_what_it_says_is_verified() -> None:
-    assert verify_operator(NUMBERED, OPERANDS, sizes=SIZES, attrs={"gain": 0.5}) == ("cpu",)
+    assert verify_operator(NUMBERED, SIZES, loops="T", attrs={"gain": 0.5}) == ("cpu",)
 
 
 def writes_beyond(**operands: Any) -> None:
@@ -202,14 +196,14 @@ def overruns_its_scratch(*, scratch: Tensor, **operands: Any) -> None:
         (writes_beyond, "whole: writes outside of y"),
         (changes_weight, "whole: changes weight"),
         (reads_after_writing, "whole, y over x: y is off"),
-        (forgets_the_row, "in slices of tokens: y is off"),
+        (forgets_the_row, "in slices of T: y is off"),
         (overruns_its_scratch, "writes outside of scratch"),
     ],
 )
 def test_one_that_does_not_is_found_out(kernel: Any, message: str) -> None:
     wrong = replace(NUMBERED, implementations=(replace(PLAIN, kernel=kernel),))
     with pytest.raises(OperatorMismatch, match=message):
-        verify_operator(wrong, OPERANDS, sizes=SIZES, attrs={"gain": 0.5})
+        verify_operator(wrong, SIZES, loops="T", attrs={"gain": 0.5})
 
 
 def test_bits_that_depend_on_the_number_of_rows_are_found_out() -> None:
@@ -218,46 +212,45 @@ def test_bits_that_depend_on_the_number_of_rows_are_found_out() -> None:
         o["y"].mul_(1.0 + 2.0**-22 * (o["y"].shape[0] % 2))
 
     close = replace(NUMBERED, implementations=(replace(PLAIN, kernel=kernel),))
-    assert verify_operator(close, OPERANDS, sizes=SIZES, attrs={"gain": 0.5}) == ("cpu",)
+    assert verify_operator(close, SIZES, loops="T", attrs={"gain": 0.5}) == ("cpu",)
     claims = replace(NUMBERED, implementations=(replace(PLAIN, kernel=kernel, invariant=True),))
-    with pytest.raises(OperatorMismatch, match="in slices of tokens: y has other bits than in one launch"):
-        verify_operator(claims, OPERANDS, sizes=SIZES, attrs={"gain": 0.5})
+    with pytest.raises(OperatorMismatch, match="in slices of T: y has other bits than in one launch"):
+        verify_operator(claims, SIZES, loops="T", attrs={"gain": 0.5})
     honest = replace(NUMBERED, implementations=(replace(PLAIN, invariant=True),))
-    assert verify_operator(honest, OPERANDS, sizes=SIZES, attrs={"gain": 0.5}) == ("cpu",)
+    assert verify_operator(honest, SIZES, loops="T", attrs={"gain": 0.5}) == ("cpu",)
 
 
 def test_what_cannot_be_verified_is_refused() -> None:
     with pytest.raises(UsageError, match="no implementation on cuda"):
-        verify_operator(NUMBERED, OPERANDS, sizes=SIZES, attrs={"gain": 0.5}, backend="cuda")
+        verify_operator(NUMBERED, SIZES, loops="T", attrs={"gain": 0.5}, backend="cuda")
     with pytest.raises(UsageError, match="has no reference"):
-        verify_operator(replace(NUMBERED, reference=None), OPERANDS, sizes=SIZES, attrs={"gain": 0.5})
-    with pytest.raises(UsageError, match="needs sizes for tokens"):
-        verify_operator(NUMBERED, OPERANDS, sizes={"rows": 3}, attrs={"gain": 0.5})
-    with pytest.raises(UsageError, match=r"operand 'x' is float32\[37, 6\], its value is float64\[2\]"):
+        verify_operator(replace(NUMBERED, reference=None), SIZES, loops="T", attrs={"gain": 0.5})
+    with pytest.raises(UsageError, match="needs sizes for T"):
+        verify_operator(NUMBERED, {"F": 3}, attrs={"gain": 0.5})
+    with pytest.raises(GraphError, match=r"operand 'x' is float64\[2\], expected float64\[T, F\]"):
         verify_operator(
-            NUMBERED, OPERANDS, sizes=SIZES, attrs={"gain": 0.5}, values={"x": torch.zeros(2, dtype=torch.float64)}
+            NUMBERED, SIZES, loops="T", attrs={"gain": 0.5}, values={"x": torch.zeros(2, dtype=torch.float64)}
         )
-    with pytest.raises(UsageError, match="such as"):
-        verify_operator(NUMBERED, {"x": "float33[tokens]"}, sizes=SIZES)
 
 
 @pytest.mark.parametrize(
-    ("name", "operands", "more"),
+    ("name", "sizes", "more"),
     [
-        ("silu_mul", {"gate": "bfloat16[tokens, 24]", "up": "bfloat16[tokens, 24]"}, {}),
-        ("rms_norm", {"x": "float32[tokens, 24]", "weight": "float32[24]"}, {"attrs": {"eps": 1e-5}}),
-        ("linear", {"x": "float32[tokens, 32]", "weight": "float32[48, 32]"}, {}),
-        ("copy", {"x": "int64[tokens, 3]"}, {}),
+        ("silu_mul", {"F": 37}, {"loops": "F", "dtypes": {"a": "bfloat16"}}),
+        ("rms_norm", {"T": 37, "D": 24}, {"loops": "T", "attrs": {"eps": 1e-5}}),
+        ("linear", {"T": 37, "I": 32, "O": 48}, {"loops": "T"}),
+        ("copy", {"T": 37}, {"loops": "T", "dtypes": {"a": "int64"}}),
         (
-            "attention",
-            {"q": "float32[tokens, 32]", "k": "float32[keys, 16]", "v": "float32[keys, 16]", "cu_seqlens": "int32[3]"},
-            {"attrs": {"head_size": 8, "scale": 0.3, "span": 20}, "values": {"cu_seqlens": torch.tensor([0, 9, 37]).int()}},
+            "attention", {"T": 37, "S": 37, "G": 2, "K": 2, "B": 2},
+            {
+                "loops": "T", "attrs": {"head_size": 8, "scale": 0.3, "span": 20},
+                "values": {"cu_seqlens": torch.tensor([0, 9, 37]).int()},
+            },
         ),
     ],
 )  # fmt: skip
-def test_shipped_operators_verify(name: str, operands: dict[str, str], more: dict[str, Any]) -> None:
-    sizes = {"tokens": 37, "keys": 37}
-    assert verify_operator(operator(name), operands, sizes=sizes, **more) == ("cpu",)
+def test_shipped_operators_verify(name: str, sizes: dict[str, int], more: dict[str, Any]) -> None:
+    assert verify_operator(operator(name), sizes, **more) == ("cpu",)
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
@@ -269,7 +262,8 @@ def test_shipped_operators_verify(name: str, operands: dict[str, str], more: dic
         ({"rate": "warp"}, UnknownName, "rate"),
         ({"roles": {"x": "decoration"}}, UnknownName, "role"),
         ({"roles": {"z": "hidden"}}, GraphError, "something of z"),
-        ({"updates": ("z",)}, GraphError, "updates"),
+        ({"operands": "x:a[T] -> y"}, GraphError, "operands are written as"),
+        ({"moved": {"z": "1"}}, GraphError, "something of z"),
         ({"implementations": (PLAIN, PLAIN)}, GraphError, "two implementations of one name"),
         ({"implementations": (replace(PLAIN, serves=lambda s, a: True),)}, GraphError, "none on cpu serves every"),
         ({"implementations": (replace(PLAIN, row_origin="z"),)}, GraphError, "something of z"),

@@ -26,7 +26,7 @@ from test_kv import kv_case, rows_of, starts
 from test_selection_of_keys import GROUPS
 from torch import Tensor
 
-from mosaic.errors import GraphError, UnknownName
+from mosaic.errors import GraphError
 from mosaic.kernels import load
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator as contract
@@ -227,36 +227,38 @@ def test_contracts_count_this_layers_work() -> None:
     made, bounds = extrema_case(1, BF16), bounds_case(1, BF16)
     one, other = contract("page_extrema"), contract("page_bounds")
     given, attrs = specs_of(made), made.attrs | {"tokens": 40}
-    assert one.infer(**given, **attrs) == ()
+    assert one.work(**given, **attrs).outputs == ()
     width = attrs["kv_heads"] * attrs["head_size"]
     read = sum(given[name].bytes for name in ("extents", "cu_extents", "page_table", "cu_pages", "first_page"))
-    assert one.moved(given, attrs) == read + 40 * 2 * width * 2
+    assert one.work(**given, **attrs).bytes == read + 40 * 2 * width * 2
     given, attrs = specs_of(bounds), bounds.attrs | {"page_span": 7}
     bound = given.pop("bound")
-    assert other.infer(**given, **attrs) == (bound,)
-    assert other.flops(**given, **attrs) == 2 * 2 * 7 * given["q"].elements
+    assert other.work(**given, **attrs).outputs == (bound,)
+    assert other.work(**given, **attrs).flops == 2 * 2 * 7 * given["q"].elements
     read = sum(given[name].bytes for name in ("q", "page_table", "cu_pages", "votes", "cu_seqlens"))
     width = attrs["kv_heads"] * attrs["head_size"]
-    assert other.moved(given | {"bound": bound}, attrs) == read + bound.bytes + attrs["columns"] * 2 * width * 2
+    assert other.work(**given, **attrs).bytes == read + bound.bytes + attrs["columns"] * 2 * width * 2
     heads = given["q"].shape[1] // attrs["head_size"]
-    assert other.rate_rows is not None and other.rate_rows(**given, **attrs) == given["q"].shape[0] * heads
+    assert other.work(**given, **attrs).rate_rows == given["q"].shape[0] * heads
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
         ("page_extrema", {"page": 0}, "a page has at least one key, not 0"),
-        ("page_extrema", {"layer": 3}, "kv has 3 layers of"), ("page_extrema", {"slot": 3}, "extrema has 3 layers of"),
-        ("page_extrema", {"first_page": Spec((9,), "int32")}, "first_page must be int32"),
-        ("page_extrema", {"page_table": Spec((9,), "int32")}, "page_table must be int64"),
-        ("page_extrema", {"extents": Spec((9, 4), "int32")}, "extents must be int64"),
-        ("page_extrema", {"kv": Spec((9, 1), "bfloat16")}, "kv must be"),
-        ("page_bounds", {"slot": -1}, "not layer -1"), ("page_bounds", {"sets": 0}, "sets must be a multiple"),
+        ("page_extrema", {"layer": 3}, "'kv' has keys and values of 3 layers, not layer 3"),
+        ("page_extrema", {"slot": 3}, "'extrema' has keys and values of 3 layers, not layer 3"),
+        ("page_extrema", {"first_page": Spec((9,), "int32")}, r"operand 'first_page' is .*, expected int32\[2\]"),
+        ("page_extrema", {"page_table": Spec((9,), "int32")}, r"operand 'page_table' is .*, expected int64\[9\]"),
+        ("page_extrema", {"extents": Spec((9, 4), "int32")}, r"operand 'extents' is .*, expected int64\[9, 4\]"),
+        ("page_extrema", {"kv": Spec((9, 1), "bfloat16")}, r"operand 'kv' is .*, expected bfloat16\[9, L\*2\*2\*4\]"),
+        ("page_bounds", {"slot": -1}, "not layer -1"),
+        ("page_bounds", {"sets": 0}, r"operand 'q' is .*, expected float32\[5, M\*0\*4\]"),
         ("page_bounds", {"statistic": "median"}, "statistic must be one of mean, max, worst, not 'median'"),
-        ("page_bounds", {"votes": Spec((3,), "bool")}, "votes must be uint8"),
-        ("page_bounds", {"cu_seqlens": Spec((9,), "int32")}, "cu_seqlens must be"),
-        ("page_bounds", {"cu_pages": Spec((9, 1), "int32")}, "cu_pages must be int32"),
-        ("page_bounds", {"q": Spec((9, 8), "bfloat16")}, "extrema must be bfloat16 as q is, not float32"),
+        ("page_bounds", {"votes": Spec((3,), "bool")}, r"operand 'votes' is .*, expected uint8\[5\]"),
+        ("page_bounds", {"cu_seqlens": Spec((9,), "int32")}, r"operand 'cu_seqlens' is .*, expected int32\[5\]"),
+        ("page_bounds", {"cu_pages": Spec((9, 1), "int32")}, r"operand 'cu_pages' is .*, expected int32\[B\+1\]"),
+        ("page_bounds", {"q": Spec((9, 8), "bfloat16")}, r"operand 'q' is .*, expected bfloat16\[9, M\*8\*4\]"),
     ],
 )  # fmt: skip
 def test_contracts_refuse(name: str, change: dict[str, Any], message: str) -> None:
@@ -264,18 +266,19 @@ def test_contracts_refuse(name: str, change: dict[str, Any], message: str) -> No
     given = {**specs_of(case), **case.attrs, "tokens" if name == "page_extrema" else "page_span": 3}
     given.pop("bound", None)
     with pytest.raises(GraphError, match=message):
-        contract(name).infer(**given | change)
+        contract(name).work(**given | change)
 
 
 def test_launches_refuse_wrong_operands() -> None:
     case, bounds = extrema_case(1, F32), bounds_case(1, F32)
     wrong = [
-        (case, {"slot": 3}, "slot 3 among them"), (case, {"slot": -1}, "slot -1 among them"),
+        (case, {"slot": 3}, "'extrema' has keys and values of 3 layers, not layer 3"), (case, {"slot": -1}, "not layer -1"),
         (case, {"page": 0}, "at least one key"),
-        (case, {"layer": 9}, "layer 9 among them"), (bounds, {"slot": 2}, "slot 2 among them"), (bounds, {"sets": 3}, "3 sets"),
+        (case, {"layer": 9}, "not layer 9"), (bounds, {"slot": 2}, "not layer 2"),
+        (bounds, {"sets": 3}, r"operand 'q' is .*, expected float32\[.*M\*3\*"),
     ]  # fmt: skip
     for one, change, message in wrong:
         with pytest.raises(GraphError, match=message):
             load(one.kernel).launch(**one.operands, **one.outputs, **one.attrs | change)
-    with pytest.raises(UnknownName, match="statistic 'meen'"):
+    with pytest.raises(GraphError, match="statistic must be one of mean, max, worst, not 'meen'"):
         load("page_bounds").launch(**bounds.operands, **bounds.outputs, **bounds.attrs | {"statistic": "meen"})

@@ -9,7 +9,6 @@ from inspect import signature
 from itertools import product
 
 import pytest
-import sympy
 
 from mosaic.planner.document import formula
 from mosaic.planner.peaks import ALIGNMENT, PeakFormula
@@ -17,6 +16,7 @@ from mosaic.planner.space import Config, Point, Space
 from mosaic.planner.template import compile_template
 from mosaic.registrar.graph import Graph
 from mosaic.registrar.operator import Dim
+from mosaic.registrar.polynomial import Polynomial
 from tests.small_programs import CARD, Exact, dims, drawn, intervals, live, space
 
 CASES = [(seed, tokens) for seed in range(4) for tokens in (40, 150, 300)] + [(seed, None) for seed in range(24)]
@@ -110,7 +110,7 @@ def test_the_printed_forms_are_the_peak_before_rounding(seed: int) -> None:
             assert wins == set(range(len(lines))), lines
 
 
-SIZES: tuple[Callable[[sympy.Symbol, sympy.Symbol, sympy.Symbol], tuple[Dim, ...]], ...] = (
+SIZES: tuple[Callable[[Polynomial, Polynomial, Polynomial], tuple[Dim, ...]], ...] = (
     lambda n, m, k: (1,), lambda n, m, k: (n,), lambda n, m, k: (m,), lambda n, m, k: (k,), lambda n, m, k: (3, n),
     lambda n, m, k: (n + 1,), lambda n, m, k: (k, 2), lambda n, m, k: (m + 2,),
     lambda n, m, k: (n, n), lambda n, m, k: (n, m, m), lambda n, m, k: (n, k),

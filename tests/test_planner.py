@@ -11,7 +11,6 @@ from math import ceil
 from typing import Any
 
 import pytest
-import sympy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +24,7 @@ from mosaic.planner.search import TOLERANCE, brute_force, search
 from mosaic.registrar.dtypes import ITEMSIZE
 from mosaic.registrar.graph import Graph
 from mosaic.registrar.operator import Operator
+from mosaic.registrar.polynomial import Polynomial
 from mosaic.units import GIB, MIB, round_up
 
 S, M = 131072, 65536
@@ -275,7 +275,8 @@ def test_one_order_serves_every_context_and_chunk(name: str, monkeypatch: pytest
 # -- the artifact ---------------------------------------------------------------------------------------------------
 
 
-def test_plans_round_trip_and_are_byte_identical(llada: Planner, no_cache: None) -> None:
+def test_plans_round_trip_and_are_byte_identical(llada: Planner, new_process: Callable[[], None]) -> None:
+    new_process()
     request = Request(seq_lens=(5000, 70), mask_ratio=0.3)
     text = llada.plan(request).to_json()
     assert Plan.from_json(text).to_json() == text
@@ -412,10 +413,10 @@ def test_the_largest_context_is_solved_once_for_requests_that_differ_in_theirs(m
 
 # -- graphs of one's own ----------------------------------------------------------------------------------------------
 
-Declare = Callable[[Graph, sympy.Symbol], object]
+Declare = Callable[[Graph, Polynomial], object]
 
 
-def _knobs(g: Graph, over: sympy.Symbol, *names: str) -> None:
+def _knobs(g: Graph, over: Polynomial, *names: str) -> None:
     for name in names:
         g.knob(name, over=over)
 
@@ -480,7 +481,7 @@ def test_options_that_declare_other_dims_knobs_or_choices_are_refused(case: str)
         plan_graph(build, dims={"tokens": 100, "rows": 3, "a": 1, "b": 2}, device="cpu")
 
 
-MIX = Operator(name="mix", reads=("x", "w"), writes=("y",), infer=lambda x, w: (x,))
+MIX = Operator(name="mix", operands="x:a[*T] w:b[*S] -> y:a[*T]")
 DTYPES = ("float64", "float32", "bfloat16", "int8")
 
 

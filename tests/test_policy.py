@@ -20,7 +20,7 @@ from test_decoding import CONFIGS, MASK, prompt_of
 from torch import Tensor
 
 import mosaic
-from mosaic import Implementation, Operator, Spec
+from mosaic import Implementation, Operator
 from mosaic.decoding import Algorithm, Canvas, GenerationConfig, LiveRequest, Traits
 from mosaic.errors import DoesNotFit, GraphError, UsageError
 from mosaic.models.inputs import Input, Window
@@ -29,7 +29,7 @@ from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.state import State
 from mosaic.models.step import StepSize, most_rows
 from mosaic.planner.check import check_plan, unverified_operators
-from mosaic.registrar.operator import Attrs, Specs, require
+from mosaic.registrar.operator import Attrs, Specs
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.page_pool import PAGE_BYTES
 from mosaic.runtime.state_rows import OwnedRows, RowTable
@@ -48,11 +48,6 @@ def blocks(tokens: int) -> int:
 
 
 # --- its kernels ------------------------------------------------------------------------------------------------------
-
-
-def check_rows(h: Spec, slots: Spec, summary: Spec, *, eps: float) -> tuple[()]:
-    require(h.shape[1] == summary.shape[1] and slots == Spec(h.shape[:1], "int64"), "a slot for every row")
-    return ()
 
 
 def unit(rows: Tensor, eps: float, out: Tensor) -> Tensor:
@@ -76,18 +71,13 @@ def scratch(specs: Specs, attrs: Attrs) -> Any:
     return specs["h"].bytes
 
 
-def check_distance(h: Spec, slots: Spec, summary: Spec, *, eps: float) -> tuple[Spec]:
-    check_rows(h, slots, summary, eps=eps)
-    return (Spec(h.shape[:1], "float32"),)
-
-
 NOTE = Operator(
-    name="note", reads=("h", "slots", "summary"), updates=("summary",), whole=frozenset({"summary"}), infer=check_rows,
+    name="note", operands="h:a[T, D] slots:i64[T] summary!@:a[S, D]", attrs="eps",
     implementations=(Implementation(backend="cpu", kernel=note, scratch=scratch),),
 )  # fmt: skip
 DISTANCE = Operator(
-    name="distance", reads=("h", "slots", "summary"), writes=("settled",), whole=frozenset({"summary"}),
-    infer=check_distance, implementations=(Implementation(backend="cpu", kernel=distance, scratch=scratch),),
+    name="distance", operands="h:a[T, D] slots:i64[T] summary@:a[S, D] -> settled:f32[T]", attrs="eps",
+    implementations=(Implementation(backend="cpu", kernel=distance, scratch=scratch),),
     reference=lambda *, h, slots, summary, eps: -(
         (h * (h.square().mean(1, keepdim=True) + eps).rsqrt() - summary[slots]).abs().sum(1)
     ),
@@ -485,9 +475,8 @@ def test_a_step_over_kept_keys_may_have_another_state() -> None:
 
 
 def test_the_kernel_is_what_its_reference_says() -> None:
-    operands = {"h": "float32[rows, 32]", "slots": "int64[rows]", "summary": "float32[9, 32]"}
     slots = torch.arange(37) * 7 % 9
-    ran = verify_operator(DISTANCE, operands, sizes={"rows": 37}, attrs={"eps": 1e-5}, values={"slots": slots})
+    ran = verify_operator(DISTANCE, {"T": 37, "D": 32, "S": 9}, loops="T", attrs={"eps": 1e-5}, values={"slots": slots})
     assert ran == ("cpu",)
 
 

@@ -14,7 +14,7 @@ from diffusion_gemma_kernels import KERNELS
 from torch import Tensor
 
 import mosaic
-from mosaic import Implementation, Operator, Program, Spec
+from mosaic import Implementation, Operator, Program
 from mosaic.errors import BucketOverflow, CheckpointError, DoesNotFit, GraphError, UnknownName, UsageError
 from mosaic.runtime.compiled_program import CompiledProgram
 from mosaic.runtime.page_pool import PAGE_BYTES
@@ -31,8 +31,8 @@ def _keep(*, x: Tensor, limit: Tensor, kept: Tensor, count: Tensor, scratch: Ten
 
 
 KEEP = Operator(
-    name="keep_rows", reads=("x", "limit"), writes=("kept", "count"), whole=frozenset({"x", "kept"}),
-    infer=lambda x, limit: (x, Spec((1,), "int64")), implementations=(Implementation(backend="cpu", kernel=_keep),),
+    name="keep_rows", operands="x@:a[T, F] limit:a[1] -> kept@:a[T, F] count:i64[1]",
+    implementations=(Implementation(backend="cpu", kernel=_keep),),
 )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def _double(*, x: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:
 
 
 DOUBLE = Operator(
-    name="double", reads=("x",), writes=("y",), infer=lambda x: (x,),
+    name="double", operands="x:a[*T] -> y:a[*T]",
     implementations=(Implementation(backend="cpu", kernel=_double),),
 )  # fmt: skip
 

@@ -11,10 +11,40 @@ from test_cli import runner
 
 from benchmarks.quality.__main__ import main
 
+EXACT = ("exact", "--tasks", "addition", "--per-task", "1", "--model", "small-sdar")
+
 
 @pytest.fixture
 def quality(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     return runner("benchmarks.quality", main, capsys, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--attention", "mage:exact_layers=99"), "99 exact layers of the model's"),
+        (("--attention", "mage", "--model", "small"), "this model attends in both directions, so its keys change"),
+        (("--eviction", "focus", "--model", "small"), "eviction: this model attends in both directions"),
+        (("--rope-scaling", "yarn"), "cannot read the rotary scaling 'yarn'"),
+        (("--model", "sdar-8b"), "give small, small-sdar or a checkpoint directory"),
+        (("--batch", "0"), "at least one at a time, got --batch 0"),
+    ],
+)
+def test_exact_match_that_cannot_be_measured_is_refused(more: tuple[str, ...], message: str, quality: Any) -> None:
+    refused = quality(*EXACT, *more)
+    assert refused.code == 2 and message in refused.err and len(refused.err.strip().splitlines()) == 1
+
+
+def test_exact_match_is_measured_with_the_sparse_options_that_are_given(quality: Any) -> None:
+    ran = quality(*EXACT, "--attention", "sparsed:k=8:page=4", "--json")
+    assert ran.code == 0
+    said = ran.json["settings"]["options"]["attention"]
+    assert (said["k"], said["page"], said["exact_steps"]) == (8, 4, 0.2)
+
+
+def test_exact_match_is_measured_with_the_eviction_that_is_given(quality: Any) -> None:
+    ran = quality(*EXACT, "--eviction", "focus:alpha=1.8", "--json")
+    assert ran.code == 0 and ran.json["settings"]["options"]["eviction"]["alpha"] == 1.8
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from test_session import FAMILIES
 import mosaic
 from benchmarks.quality.estimation import EstimationSettings, Plain, canvases, estimate, measures, union_sizes
 from benchmarks.quality.replay import Records, recording
-from mosaic.bench.quality.vocabulary import EOS, MASK
+from benchmarks.quality.vocabulary import EOS, MASK
 from mosaic.decoding import GenerationConfig, generate
 from mosaic.errors import UsageError
 

@@ -17,12 +17,12 @@ from test_session import FAMILIES
 
 import mosaic
 from benchmarks.quality.compare import CompareSettings, compare, configurations
+from benchmarks.quality.evaluation import evaluation_set, gen_length
+from benchmarks.quality.items import LONG_TASKS
 from benchmarks.quality.pairing import difference, mcnemar, ratio
 from benchmarks.quality.policies import policy, schedule
 from benchmarks.quality.replay import Agreement, Decided, Records, forced, recording
-from mosaic.bench.quality.evaluation import evaluation_set, gen_length
-from mosaic.bench.quality.items import LONG_TASKS
-from mosaic.bench.quality.vocabulary import EOS, MASK, vocabulary
+from benchmarks.quality.vocabulary import EOS, MASK, vocabulary
 from mosaic.decoding import GenerationConfig, generate
 from mosaic.errors import UnknownName, UsageError
 from mosaic.models import load

@@ -26,6 +26,7 @@ from mosaic.models.policies.registry import attention_policy
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.sharing import SharedSizes
 
 PROMPT = torch.arange(9, 12)
 VALUES: list[Any] = [999_999_999, 10**12, 0, -1, 2**63, 2**70, 10**400, math.nan, math.inf, True, "3"]
@@ -53,6 +54,9 @@ class Room:
     def __init__(self, family: str) -> None:
         self.architecture, self.pays = ARCHITECTURES[family], lambda size: True
         self.numbers = 0
+
+    def sharing(self) -> SharedSizes:
+        return SharedSizes()
 
     def exclusive(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -7,13 +7,13 @@ import random
 from typing import Any
 
 import pytest
-import sympy
 import torch
 from test_kernels import Case, check_allocates_nothing
 
 from mosaic.errors import GraphError
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator
+from mosaic.registrar.polynomial import symbol
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
@@ -86,7 +86,7 @@ def test_in_triton(seed: int) -> None:
     assert {name: found[name].tolist() for name in expected} == expected
 
 
-ROWS, SIZE, SEQS, TOKENS, MOST = (sympy.Symbol(name, positive=True, integer=True) for name in "mcbtd")
+ROWS, SIZE, SEQS, TOKENS, MOST = (symbol(name) for name in "mcbtd")
 GIVEN: dict[str, Any] = {
     "chosen": Spec((TOKENS,), "int64"), "bounds": Spec((SEQS + 1,), "int32"), "positions": Spec((TOKENS,), "int32"),
     "rows": Spec((ROWS,), "int64"), "cu_rows": Spec((SEQS + 1,), "int32"),
@@ -94,18 +94,18 @@ GIVEN: dict[str, Any] = {
 
 
 def test_shapes_follow_from_operands() -> None:
-    found = operator("resume_rows").infer(**GIVEN, size=SIZE, most=MOST)
+    found = operator("resume_rows").work(**GIVEN, size=SIZE, most=MOST).outputs
     shapes = [spec.shape for spec in found]
     assert shapes == [(SIZE,), (SIZE,), (SEQS + 1,), (MOST,), (MOST,), (SEQS + 1,), (ROWS,), (1,)]
 
 
 @pytest.mark.parametrize(("changed", "message"), [
-    ({"chosen": Spec((TOKENS,), "int32")}, "chosen must be a vector of int64"),
-    ({"rows": Spec((ROWS, 2), "int64")}, "rows must be a vector of int64"),
-    ({"positions": Spec((TOKENS,), "int64")}, r"positions must be int32\[T\]"),
-    ({"bounds": Spec((SEQS + 1,), "int64")}, r"bounds must be int32\[B \+ 1\]"),
-    ({"cu_rows": Spec((SEQS,), "int32")}, r"cu_rows must be int32\[b \+ 1\]"),
+    ({"chosen": Spec((TOKENS,), "int32")}, r"operand 'chosen' is .*, expected int64\[t\]"),
+    ({"rows": Spec((ROWS, 2), "int64")}, r"operand 'rows' is .*, expected int64\[M\]"),
+    ({"positions": Spec((TOKENS,), "int64")}, r"operand 'positions' is .*, expected int32\[t\]"),
+    ({"bounds": Spec((SEQS + 1,), "int64")}, r"operand 'bounds' is .*, expected int32\[b \+ 1\]"),
+    ({"cu_rows": Spec((SEQS,), "int32")}, r"operand 'cu_rows' is .*, expected int32\[b \+ 1\]"),
 ])  # fmt: skip
 def test_operands_that_do_not_fit_are_refused(changed: dict[str, Spec], message: str) -> None:
     with pytest.raises(GraphError, match=message):
-        operator("resume_rows").infer(**{**GIVEN, **changed}, size=SIZE, most=MOST)
+        operator("resume_rows").work(**{**GIVEN, **changed}, size=SIZE, most=MOST)

@@ -39,6 +39,7 @@ from mosaic.kernels.shared import sampling
 from mosaic.registrar import tiles
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator as contract
+from mosaic.registrar.polynomial import symbol
 
 KERNELS = ("row_sample", "unembed_sample")
 NOISE_ERROR = 1.2e-5  # of g, in float32 and with a GPU's fast logarithm
@@ -339,15 +340,15 @@ def test_contracts_of_samples() -> None:
     logits, keys, temperature = Spec((4, 9), "bfloat16"), Spec((4,), "int64"), Spec((1,), "float32")
     rule = contract("row_sample")
     assert rule.whole == {"temperature"}
-    inferred = dict(zip(rule.writes, rule.infer(logits=logits, keys=keys, temperature=temperature), strict=True))
+    inferred = dict(zip(rule.writes, rule.work(logits=logits, keys=keys, temperature=temperature).outputs, strict=True))
     assert inferred["sample"] == Spec((4,), "int64") and inferred["sample_logit"] == Spec((4,), "float32")
     assert rule.writes[:5] == contract("row_stats").writes
-    with pytest.raises(GraphError, match=r"keys must be int64\[4\]"):
-        rule.infer(logits=logits, keys=Spec((3,), "int64"), temperature=temperature)
-    with pytest.raises(GraphError, match=r"temperature must be float32\[1\]"):
-        rule.infer(logits=logits, keys=keys, temperature=Spec((4,), "float32"))
-    with pytest.raises(GraphError, match="weight must be"):
-        contract("unembed_sample").infer(
+    with pytest.raises(GraphError, match=r"operand 'keys' is .*, expected int64\[4\]"):
+        rule.work(logits=logits, keys=Spec((3,), "int64"), temperature=temperature)
+    with pytest.raises(GraphError, match=r"operand 'temperature' is .*, expected float32\[1\]"):
+        rule.work(logits=logits, keys=keys, temperature=Spec((4,), "float32"))
+    with pytest.raises(GraphError, match=r"operand 'weight' is .*, expected bfloat16\[5, 9\]"):
+        contract("unembed_sample").work(
             x=Spec((4, 9), "bfloat16"), weight=Spec((5, 8), "bfloat16"), keys=keys, temperature=temperature
         )
 
@@ -355,7 +356,7 @@ def test_contracts_of_samples() -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_scratch_is_one_formula_in_the_rows(kernel: str) -> None:
     case = row_case((300, 1500), BF16, 1.0) if kernel == "row_sample" else unembed_case((300, 64, 1500), BF16, 1.0)
-    rows = sympy.Symbol("rows", positive=True, integer=True)
+    rows = symbol("rows")
     shapes: dict[str, tuple[Any, ...]] = {name: tuple(t.shape) for name, t in case.operands.items()}
     first = "logits" if kernel == "row_sample" else "x"
     symbolic = shapes | {first: (rows, *shapes[first][1:]), "keys": (rows,)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import sympy
 from operator_tables import scratch_bytes
 
 from mosaic.errors import GraphError
@@ -16,10 +15,10 @@ from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator as contract
 from mosaic.registrar.operators.selected_attention import SPLIT_KEYS, splits_of
 from mosaic.registrar.operators.top_keys import BINS, LISTED, PLACED, parts_of
+from mosaic.registrar.polynomial import symbol
 
 TOKENS, ROWS, SEQS, SPAN, EXTENTS, COLUMNS = (
-    sympy.Symbol(name, positive=True, integer=True)
-    for name in ("tokens", "kv_rows", "seqs", "span", "extents", "columns")
+    symbol(name) for name in ("tokens", "kv_rows", "seqs", "span", "extents", "columns")
 )
 BOUNDS, LENGTHS = Spec((SEQS + 1,), "int32"), Spec((SEQS,), "int32")
 KEPT = {
@@ -40,86 +39,111 @@ def test_contracts_count_this_layers_work() -> None:
     names = ("prefix_logsumexp", "key_mass", "top_keys", "selected_attention")
     sums, mass, top, attend = (contract(name) for name in names)
     attrs = OF_ROWS | {"keys": COLUMNS, "span": SPAN}
-    assert sums.infer(**SUMS, **attrs) == (MASS["logsumexp"],)
-    assert sympy.expand(sums.flops(**SUMS, **attrs)) == 2 * SPAN * TOKENS * 64
+    assert sums.work(**SUMS, **attrs).outputs == (MASS["logsumexp"],)
+    assert sums.work(**SUMS, **attrs).flops == 2 * SPAN * TOKENS * 64
     where = 8 * (SEQS + 1) + 32 * EXTENTS + 4 * SEQS
     moved = where + TOKENS * (128 + 1 + 32) + COLUMNS * 16 * 2
-    assert sympy.expand(sums.moved(SUMS | {"logsumexp": MASS["logsumexp"]}, attrs) - moved) == 0
+    assert sums.work(**SUMS, **attrs).bytes - moved == 0
     attrs = HEADS | {"columns": COLUMNS, "span": SPAN}
     result = Spec((4, COLUMNS), "float32")
-    assert mass.infer(**MASS, **attrs) == (result,)
-    assert sympy.expand(mass.flops(**MASS, **attrs)) == 2 * SPAN * TOKENS * 64
+    assert mass.work(**MASS, **attrs).outputs == (result,)
+    assert mass.work(**MASS, **attrs).flops == 2 * SPAN * TOKENS * 64
     moved = where + 4 * (SEQS + 1) + TOKENS * (128 + 1 + 32) + 16 * COLUMNS + COLUMNS * 16 * 2
-    assert sympy.expand(mass.moved(MASS | {"mass": result}, attrs) - moved) == 0
+    assert mass.work(**MASS, **attrs).bytes - moved == 0
     tiled, placed = {"block": 4, "rows": 3, "tiles": 2}, {"positions": Spec((TOKENS,), "int32")}
     wide = Spec((2 * 4, COLUMNS), "float32")
-    assert mass.infer(**MASS, **placed, **attrs, **tiled) == (wide,)
+    assert mass.work(**MASS, **placed, **attrs, **tiled).outputs == (wide,)
     more = 4 * TOKENS + 16 * COLUMNS + COLUMNS * 16 * 2
-    assert sympy.expand(mass.moved(MASS | placed | {"mass": wide}, attrs | tiled) - moved - more) == 0
-    assert top.infer(**TOP, **PAGES) == ()
+    assert mass.work(**MASS, **placed, **attrs, **tiled).bytes - moved - more == 0
+    assert top.work(**TOP, **PAGES).outputs == ()
     one_key = {"selected": Spec((9, 16), "int32")}, {"k": 1, "page": 1, "slot": 1}
-    assert top.infer(**TOP | one_key[0], **PAGES | one_key[1]) == ()
+    assert top.work(**TOP | one_key[0], **PAGES | one_key[1]).outputs == ()
     moved = 16 * COLUMNS + 4 * SEQS + 4 * (SEQS + 1) + 8 * SEQS + 4 * SEQS * 4 * 5
-    assert sympy.expand(top.moved(TOP, PAGES) - moved) == 0
+    assert top.work(**TOP, **PAGES).bytes - moved == 0
     attrs = HEADS | PAGES | {"attended": SPAN}
-    assert attend.infer(**ATTENDED, **attrs) == (ATTENDED["q"],)
-    assert sympy.expand(attend.flops(**ATTENDED, **attrs)) == 4 * SPAN * TOKENS * 64
+    assert attend.work(**ATTENDED, **attrs).outputs == (ATTENDED["q"],)
+    assert attend.work(**ATTENDED, **attrs).flops == 4 * SPAN * TOKENS * 64
     moved = where + 4 * SEQS + 8 * SEQS + TOKENS * (2 * 128 + 4) + SEQS * 8 * 2 * 4 * 8 * 2 + 4 * SEQS * 4 * 5
-    assert sympy.expand(attend.moved(ATTENDED | {"y": ATTENDED["q"]}, attrs) - moved) == 0
+    assert attend.work(**ATTENDED, **attrs).bytes - moved == 0
+    wide_rows = {"selected": Spec((9, 3 * 8 * 5), "int32")}
     more = SEQS * 8 * 2 * 4 * 8 * 2 + 4 * SEQS * 4 * 5
-    assert sympy.expand(attend.moved(ATTENDED | {"y": ATTENDED["q"]}, attrs | tiled) - moved - more) == 0
-    for rule, specs in ((sums, SUMS), (mass, MASS), (attend, ATTENDED)):
-        assert rule.rate == "attention" and sympy.expand(rule.rate_rows(**specs, **attrs)) == 8 * TOKENS
+    assert attend.work(**ATTENDED | wide_rows, **attrs, **tiled).bytes - moved - more == 0
+    for rule, work in (
+        (sums, sums.work(**SUMS, **OF_ROWS, keys=COLUMNS, span=SPAN)),
+        (mass, mass.work(**MASS, **HEADS, columns=COLUMNS, span=SPAN)),
+        (attend, attend.work(**ATTENDED, **attrs)),
+    ):
+        assert rule.rate == "attention" and work.rate_rows == 8 * TOKENS
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("key_mass", {"sets": 3}, "sets must be a multiple of the 2 KV heads that divides the 8 query heads, not 3"),
-    ("key_mass", {"sets": 6}, "not 6"),
-    ("key_mass", {"sets": 0}, "not 0"),
-    ("key_mass", {"kv_heads": 5}, "q must have all heads of 8 for 5 KV heads, it has 64 columns"),
+    ("key_mass", {"sets": 3}, r"operand 'q' is .*, expected bfloat16\[tokens, M\*3\*8\]"),
+    ("key_mass", {"sets": 6}, r"operand 'q' is .*, expected bfloat16\[tokens, M\*6\*8\]"),
+    ("key_mass", {"sets": 0}, r"operand 'q' is .*, expected bfloat16\[tokens, M\*0\*8\]"),
+    ("key_mass", {"kv_heads": 5}, r"operand '.*' is .*, expected bfloat16\[.*\*5\*8\]"),
     ("key_mass", {"layer": 3}, "not layer 3"),
-    ("key_mass", {"kv": Spec((ROWS, 96), "float32")}, "kv must be bfloat16 as q is, not float32"),
-    ("key_mass", {"captured": BOUNDS}, r"captured must be int32\[seqs\]"),
-    ("key_mass", {"cu_keys": LENGTHS}, "cu_keys must be"),
-    ("key_mass", {"votes": Spec((TOKENS,), "bool")}, r"votes must be uint8\[tokens\]"),
-    ("key_mass", {"extents": Spec((EXTENTS, 4), "int32")}, "extents must be int64"),
-    ("key_mass", {"rows": 3, "block": 4}, "tiles must be 2, of 3 rows of a block of 4, not 1"),
-    ("key_mass", {"rows": 3}, "tiles must be 0, of 3 rows of a block of 0, not 1"),
-    ("key_mass", {"rows": 3, "block": 3}, r"positions must be int32\[tokens\], not None"),
-    ("key_mass", {"positions": Spec((TOKENS,), "int32")}, r"positions must be None, not int32\[tokens\]"),
+    ("key_mass", {"kv": Spec((ROWS, 96), "float32")}, r"operand 'kv' is .*, expected bfloat16\[kv_rows, 96\]"),
+    ("key_mass", {"captured": BOUNDS}, r"operand 'captured' is .*, expected int32\[seqs\]"),
+    ("key_mass", {"cu_keys": LENGTHS}, r"operand 'cu_keys' is .*, expected int32\[seqs \+ 1\]"),
+    ("key_mass", {"votes": Spec((TOKENS,), "bool")}, r"operand 'votes' is .*, expected uint8\[tokens\]"),
+    ("key_mass", {"extents": Spec((EXTENTS, 4), "int32")}, r"operand 'extents' is .*, expected int64\[extents, 4\]"),
+    ("key_mass", {"rows": 3, "block": 4}, "positions go with tiles of rows"),
+    ("key_mass", {"rows": 3}, "positions go with tiles of rows"),
+    ("key_mass", {"rows": 3, "block": 3}, "positions go with tiles of rows"),
+    ("key_mass", {"positions": Spec((TOKENS,), "int32")}, "positions go with tiles of rows"),
     ("key_mass", {"tiles": 2}, "tiles must be 1, of 0 rows of a block of 0, not 2"),
-    ("key_mass", {"rows": -1}, "rows must be those of a tile, or 0 for no tiles, not -1"),
+    ("key_mass", {"rows": -1}, "positions go with tiles of rows"),
     ("selected_attention", {"rows": 2, "block": 4}, "tiles must be 2"),
-    ("selected_attention", {"rows": 2, "block": 4, "tiles": 2}, r"selected must be int32\[rows, slots \* 40\]"),
+    (
+        "selected_attention",
+        {"rows": 2, "block": 4, "tiles": 2},
+        r"selected must be int32\[rows, slots \* 40\], it has 60 columns",
+    ),
     ("key_mass", {"statistic": "median"}, "statistic must be one of mean, max, worst, not 'median'"),
-    ("key_mass", {"logsumexp": Spec((TOKENS, 4), "float32")}, r"logsumexp must be float32\[tokens, 8\]"),
-    ("prefix_logsumexp", {"kv_heads": 5}, "q must have all heads of 8 for 5 KV heads, it has 64 columns"),
+    (
+        "key_mass",
+        {"logsumexp": Spec((TOKENS, 4), "float32")},
+        r"operand 'logsumexp' is .*, expected float32\[tokens, 8\]",
+    ),
+    ("prefix_logsumexp", {"kv_heads": 5}, r"operand '.*' is .*, expected bfloat16\[.*\*5\*8\]"),
     ("prefix_logsumexp", {"layer": 3}, "not layer 3"),
-    ("prefix_logsumexp", {"kv": Spec((ROWS, 96), "float32")}, "kv must be bfloat16 as q is, not float32"),
-    ("prefix_logsumexp", {"captured": BOUNDS}, r"captured must be int32\[seqs\]"),
-    ("prefix_logsumexp", {"votes": Spec((TOKENS,), "bool")}, r"votes must be uint8\[tokens\]"),
-    ("prefix_logsumexp", {"extents": Spec((EXTENTS, 4), "int32")}, "extents must be int64"),
+    ("prefix_logsumexp", {"kv": Spec((ROWS, 96), "float32")}, r"operand 'kv' is .*, expected bfloat16\[kv_rows, 96\]"),
+    ("prefix_logsumexp", {"captured": BOUNDS}, r"operand 'captured' is .*, expected int32\[seqs\]"),
+    ("prefix_logsumexp", {"votes": Spec((TOKENS,), "bool")}, r"operand 'votes' is .*, expected uint8\[tokens\]"),
+    (
+        "prefix_logsumexp",
+        {"extents": Spec((EXTENTS, 4), "int32")},
+        r"operand 'extents' is .*, expected int64\[extents, 4\]",
+    ),
     ("top_keys", {"k": 7}, "k must be whole pages of 2 keys, not 7"),
     ("top_keys", {"k": 0}, "k must be"),
     ("top_keys", {"page": 0}, "k must be whole pages of 0 keys"),
     ("top_keys", {"slot": 3}, "selected has 3 slots of 20 numbers, not slot 3"),
     ("top_keys", {"slot": -1}, "not slot -1"),
-    ("top_keys", {"k": 10}, r"selected must be int32\[rows, slots \* 24\]"),
-    ("top_keys", {"selected": Spec((9, 60), "int64")}, "selected must be int32"),
-    ("top_keys", {"owner": LENGTHS}, r"owner must be int64\[seqs\]"),
-    ("top_keys", {"captured": BOUNDS}, r"captured must be int32\[seqs\]"),
-    ("top_keys", {"cu_keys": Spec((SEQS + 1,), "int64")}, "cu_keys must be int32"),
-    ("top_keys", {"mass": Spec((2, COLUMNS), "float32")}, r"mass must be float32\[4, keys\]"),
+    ("top_keys", {"k": 10}, r"selected must be int32\[rows, slots \* 24\], it has 60 columns"),
+    ("top_keys", {"selected": Spec((9, 60), "int64")}, r"operand 'selected' is .*, expected int32\[9, 60\]"),
+    ("top_keys", {"owner": LENGTHS}, r"operand 'owner' is .*, expected int64\[seqs\]"),
+    ("top_keys", {"captured": BOUNDS}, r"operand 'cu_keys' is .*, expected int32\[seqs \+ 2\]"),
+    ("top_keys", {"cu_keys": Spec((SEQS + 1,), "int64")}, r"operand 'cu_keys' is .*, expected int32\[seqs \+ 1\]"),
+    ("top_keys", {"mass": Spec((2, COLUMNS), "float32")}, r"operand 'mass' is .*, expected float32\[4, S\]"),
     ("top_keys", {"ratio": 1.5}, "ratio must be a share"),
     ("top_keys", {"enough": -0.5}, "enough must be a sum of masses"),
-    ("selected_attention", {"sets": 3}, "sets must be a multiple"),
+    ("selected_attention", {"sets": 3}, r"operand 'q' is .*, expected bfloat16\[tokens, M\*3\*8\]"),
     ("selected_attention", {"slot": 3}, "not slot 3"),
     ("selected_attention", {"block": -1}, "block must be"),
-    ("selected_attention", {"seen": BOUNDS}, "seen must be"),
+    ("selected_attention", {"seen": BOUNDS}, r"operand 'seen' is .*, expected int32\[seqs\]"),
     ("selected_attention", {"layer": 3}, "not layer 3"),
-    ("selected_attention", {"kv": Spec((ROWS, 96), "float32")}, "kv must be bfloat16"),
-    ("selected_attention", {"positions": Spec((TOKENS,), "int64")}, r"positions must be int32\[tokens\]"),
-    ("selected_attention", {"cu_extents": LENGTHS}, "cu_seqlens and cu_extents must be int32"),
+    (
+        "selected_attention",
+        {"kv": Spec((ROWS, 96), "float32")},
+        r"operand 'kv' is .*, expected bfloat16\[kv_rows, 96\]",
+    ),
+    (
+        "selected_attention",
+        {"positions": Spec((TOKENS,), "int64")},
+        r"operand 'positions' is .*, expected int32\[tokens\]",
+    ),
+    ("selected_attention", {"cu_extents": LENGTHS}, r"expected int\d+\[seqs - 1\]"),
 ]
 
 
@@ -131,7 +155,7 @@ def test_contracts_refuse(name: str, change: dict[str, Any], message: str) -> No
         "prefix_logsumexp": SUMS | OF_ROWS | {"keys": COLUMNS, "span": SPAN},
     }[name]  # fmt: skip
     with pytest.raises(GraphError, match=message):
-        contract(name).infer(**{**whole, **change})
+        contract(name).work(**{**whole, **change})
 
 
 # --- planned and checked -----------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from test_kernels import (
 from test_kv import kv_case, rows_of, starts
 from torch import Tensor
 
-from mosaic.errors import GraphError, UnknownName
+from mosaic.errors import GraphError
 from mosaic.kernels import load
 from mosaic.registrar.operators.top_keys import keys_of
 
@@ -399,12 +399,12 @@ def test_kernels_allocate_nothing(dtype: torch.dtype) -> None:
 
 def test_launches_refuse_wrong_operands() -> None:
     case = key_mass_case(1, F32)
-    with pytest.raises(GraphError, match="8 query heads do not divide into 3 sets, and these into 2 groups"):
+    with pytest.raises(GraphError, match=r"operand 'q' is .*, expected float32\[6, M\*3\*4\]"):
         load("key_mass").launch(**case.operands, **case.outputs, **case.attrs | {"sets": 3})
-    with pytest.raises(UnknownName, match="statistic 'meen'"):
+    with pytest.raises(GraphError, match="statistic must be one of mean, max, worst, not 'meen'"):
         load("key_mass").launch(**case.operands, **case.outputs, **case.attrs | {"statistic": "meen"})
     top = top_case(1, "ties")
-    with pytest.raises(GraphError, match="3 keys are not whole pages of 2"):
+    with pytest.raises(GraphError, match="k must be whole pages of 2 keys, not 3"):
         load("top_keys").launch(**top.operands, **top.attrs | {"k": 3, "page": 2})
-    with pytest.raises(GraphError, match=r"slot 2 of \d sets with \d+ each does not fit"):
+    with pytest.raises(GraphError, match=r"selected has \d slots of \d+ numbers, not slot 2|selected must be int32"):
         load("top_keys").launch(**top.operands, **top.attrs | {"slot": 2})

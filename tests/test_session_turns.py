@@ -13,6 +13,7 @@ from dataclasses import FrozenInstanceError
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ from mosaic.models.phase import Phase
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.runtime.packing import group_of
+from mosaic.runtime.sharing import SharedSizes
 from mosaic.runtime.steps import StepResult
 
 MASK, EOS, END = 95, 7, 30
@@ -80,8 +82,12 @@ class Runner:
     def __init__(self, *, blockwise: bool = False, room: int = 1 << 30) -> None:
         self.architecture, self.room = architecture(blockwise), room
         self.held = self.entered = 0
+        self.shared = WeakSet[SharedSizes]()
         self.stepped: list[list[Any]] = []
         self.checked: list[tuple[list[StepSize], dict[State, int]]] = []
+
+    def sharing(self) -> SharedSizes:
+        return SharedSizes(self.shared)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

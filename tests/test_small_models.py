@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import mosaic
-from mosaic.bench.quality import stories
-from mosaic.bench.quality.evaluation import evaluation_set
-from mosaic.bench.quality.run import QualitySettings, check_vocabulary, run
-from mosaic.bench.quality.vocabulary import vocabulary
+from benchmarks.quality import stories
+from benchmarks.quality.evaluation import evaluation_set
+from benchmarks.quality.exact import ExactSettings, check_vocabulary, measure_exact
+from benchmarks.quality.vocabulary import vocabulary
 from mosaic.decoding import GenerationConfig, resolve
 from mosaic.errors import UnsupportedModel
 from mosaic.models import load
@@ -73,9 +73,9 @@ def test_long_answers_are_decoded_in_blocks_unless_asked_otherwise() -> None:
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_they_know_what_they_were_trained_for(name: str, tasks: tuple[str, ...], count: int) -> None:
     """Facts at every tenth of a document and problems that have one answer each: no miss."""
-    asked = QualitySettings(tasks=tasks, lengths=(256,), per_task=count, seed=11)
+    asked = ExactSettings(tasks=tasks, lengths=(256,), per_task=count, seed=11)
     with mosaic.compile(name) as model:
-        result = run(model, asked)
+        result = measure_exact(model, asked)
     assert [item for item in result["items"] if not item["exact"]] == []
 
 
@@ -83,7 +83,7 @@ def test_they_know_what_they_were_trained_for(name: str, tasks: tuple[str, ...],
 @pytest.mark.parametrize("length", [1024, 2048])
 def test_facts_are_found_far_back(length: int) -> None:
     with mosaic.compile("small-sdar") as model:
-        result = run(model, QualitySettings(tasks=("retrieval",), lengths=(length,), seed=12))
+        result = measure_exact(model, ExactSettings(tasks=("retrieval",), lengths=(length,), seed=12))
     assert [item for item in result["items"] if not item["exact"]] == []
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mosaic.bench.quality import arithmetic, gathering, retrieval, stories
-from mosaic.bench.quality.evaluation import ANSWER_ROOM, evaluation_set, gen_length, seen_in_training
-from mosaic.bench.quality.items import LONG_TASKS, TASKS, Item
-from mosaic.bench.quality.scoring import score, summary
-from mosaic.bench.quality.split import HELD_OUT_SHARE, held_out
-from mosaic.bench.quality.vocabulary import (
+from benchmarks.quality import arithmetic, gathering, retrieval, stories
+from benchmarks.quality.evaluation import ANSWER_ROOM, evaluation_set, gen_length, seen_in_training
+from benchmarks.quality.items import LONG_TASKS, TASKS, Item
+from benchmarks.quality.scoring import score, summary
+from benchmarks.quality.split import HELD_OUT_SHARE, held_out
+from benchmarks.quality.vocabulary import (
     EOS,
     FEMALE,
     KINDS,
@@ -656,9 +656,9 @@ def answering(answers: dict[tuple[int, ...], str], seen: list[Any]) -> Any:
 
 def test_the_bench_scores_what_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = pytest.importorskip("mosaic.decoding")
-    from mosaic.bench.quality.run import QualitySettings, run
+    from benchmarks.quality.exact import ExactSettings, measure_exact
 
-    asked = QualitySettings(lengths=(256,), per_task=2, options={"temperature": 0.5}, batch=3)
+    asked = ExactSettings(lengths=(256,), per_task=2, options={"temperature": 0.5}, batch=3)
     items = evaluation_set(lengths=(256,), per_task=2)
     answers = {tuple(vocabulary().encode(item.prompt)): item.answer for item in items}
     wrong = next(item for item in items if item.task == "sorting")
@@ -668,7 +668,7 @@ def test_the_bench_scores_what_is_generated(monkeypatch: pytest.MonkeyPatch) -> 
     shown: list[tuple[int, int]] = []
     checked: list[Any] = []
     model = SimpleNamespace(architecture=load("small").architecture, check=checked.append)
-    result = run(model, asked, progress=lambda done, total, _: shown.append((done, total)))
+    result = measure_exact(model, asked, progress=lambda done, total, _: shown.append((done, total)))
     assert shown[-1] == (len(items), len(items)) == (30, 30)
     assert {task: share["exact"] for task, share in result["by_task"].items()} == {
         task: 0.5 if task == "sorting" else 1.0 for task in TASKS
@@ -677,10 +677,10 @@ def test_the_bench_scores_what_is_generated(monkeypatch: pytest.MonkeyPatch) -> 
     assert json.loads(json.dumps(result))["items"][0]["steps"] == 7
     assert len(checked) == len(seen)  # every batch's steps are planned before any is decoded
     with pytest.raises(UsageError, match="a context of 9,000 tokens"):
-        run(model, QualitySettings(tasks=("addition", "retrieval"), lengths=(9000,), per_task=1))
+        measure_exact(model, ExactSettings(tasks=("addition", "retrieval"), lengths=(9000,), per_task=1))
     assert len(seen) == len(checked) - 1
     with pytest.raises(UsageError, match="each task once"):
-        QualitySettings(tasks=("addition", "addition"))
+        ExactSettings(tasks=("addition", "addition"))
     pytest.importorskip("matplotlib")
     from benchmarks.quality.plot import png
 
@@ -688,7 +688,7 @@ def test_the_bench_scores_what_is_generated(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_checkpoint_with_other_tokens_is_refused(tmp_path: Path, small: SimpleNamespace) -> None:
-    from mosaic.bench.quality.run import check_vocabulary
+    from benchmarks.quality.exact import check_vocabulary
 
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
         check_vocabulary(tmp_path)
@@ -706,7 +706,7 @@ def test_questions_and_scores_need_no_torch() -> None:
 
     code = (
         "import sys\n"
-        "from mosaic.bench.quality import evaluation, run, scoring\n"
+        "from benchmarks.quality import evaluation, exact, scoring\n"
         "evaluation.evaluation_set(lengths=(256,), per_task=1)\n"
         "print([m for m in ('torch', 'matplotlib', 'tokenizers', 'numpy') if m in sys.modules])"
     )
@@ -717,10 +717,11 @@ def test_questions_and_scores_need_no_torch() -> None:
 def test_the_commands_tables_show_shares() -> None:
     from rich.console import Console
 
-    quality: ModuleType = importlib.import_module("mosaic.cli.quality")
+    from benchmarks.quality.tables import exact_tables
+
     items = evaluation_set(lengths=(256,), per_task=1)
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    for table in quality.tables(summary([score(item, item.answer) for item in items])):
+    for table in exact_tables(summary([score(item, item.answer) for item in items])):
         console.print(table)
     console.file.close()
     text = console.export_text()

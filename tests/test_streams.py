@@ -22,7 +22,6 @@ from mosaic.planner.custom import plan_graph
 from mosaic.registrar.graph import Buffer, Graph
 from mosaic.registrar.operators import operator
 from mosaic.runtime.executor import Call, Executor
-from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.streams import device_lost
 from mosaic.runtime.weights import fill_randomly, weight_views
 from mosaic.runtime.workspace import Workspace
@@ -665,79 +664,7 @@ def test_the_cpu_has_no_graphs(workspace: Workspace) -> None:
     assert not executor.captured and executor.not_captured == "the cpu has no graphs"
 
 
-# --- memory that moves, memory of the host ----------------------------------------------------------------------------
-
-
-class MovingRange:
-    """A range that is somewhere else after every resize, and whose old bytes turn to NaN."""
-
-    def __init__(self, name: str, capacity_bytes: int) -> None:
-        self.name, self.capacity_bytes, self.generation = name, capacity_bytes, 0
-        self.tensor = torch.zeros(0, dtype=torch.uint8)
-
-    @property
-    def device_tensor(self) -> Tensor:
-        return self.tensor
-
-    @property
-    def address(self) -> int:
-        return self.tensor.data_ptr()
-
-    @property
-    def committed_bytes(self) -> int:
-        return self.tensor.numel()
-
-    @property
-    def end_bytes(self) -> int:
-        return self.tensor.numel()
-
-    @property
-    def changes(self) -> int:
-        return self.generation
-
-    def resize(self, num_bytes: int, *, holes: Any = (), populate: bool = True) -> None:
-        old, self.tensor = self.tensor, torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
-        self.tensor[: min(num_bytes, old.numel())] = old[:num_bytes]
-        old.fill_(0xFF)
-        self.generation += 1
-
-
-class MovingPool:
-    def __init__(self) -> None:
-        self.ledger, self.ranges = DeviceLedger(), dict[str, Any]()
-
-    def reserve(self, name: str, capacity_bytes: int) -> Any:
-        self.ranges[name] = MovingRange(name, capacity_bytes)
-        return self.ranges[name]
-
-    def close(self) -> None:
-        self.ranges.clear()
-
-
-def test_a_plan_is_bound_anew_where_its_memory_has_moved() -> None:
-    def build(g: Graph) -> None:
-        tokens = g.dim("tokens")
-        x, y = g.input("x", (tokens, WIDTH), "float32"), g.output("y", (tokens, WIDTH), "float32")
-        g.add_op("linear", x, g.weight("w", (WIDTH, WIDTH), "float32", tensor="w"), out=y)
-
-    document = planned(build)
-    with Workspace(pool=MovingPool()) as workspace:
-        workspace.resize("workspace", 1 << 16)
-        workspace.resize("weights", 1 << 16)
-        fill_randomly(weight_views(document, workspace))
-        log = Capturing()
-        executor = Executor(document, workspace, streams=log, capture=True)
-        results = steps_of(executor, 3)
-        before = executor.inputs["x"]
-        assert executor.inputs["x"] is before and executor.captured
-        for pool in ("workspace", "weights"):
-            workspace.resize(pool, 1 << 17)
-            assert all(map(torch.equal, steps_of(executor, 3), results))
-            assert executor.inputs["x"] is not before
-        assert executor.captured and log.captures == 3
-        workspace.resize("workspace", 1 << 18)
-        executor.run()  # with nothing asked for before
-        assert executor.buffer("y").data_ptr() == executor.outputs["y"].data_ptr()
+# --- memory of the host ----------------------------------------------------------------------------
 
 
 def test_kernels_reach_host_memory_by_the_devices_address_and_copies_by_the_hosts(workspace: Workspace) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 import mosaic
 from mosaic.runtime import cuda_range, graph_memory, state_rows
 from mosaic.runtime.compiled import CompiledModel
-from mosaic.runtime.cuda_pool import CudaPool, SlabPool
+from mosaic.runtime.cuda_pool import CudaPool
 from mosaic.runtime.graph_memory import GraphMemory
 from mosaic.runtime.host_pool import HostPool
 from mosaic.runtime.ledger import DeviceLedger
@@ -108,12 +108,11 @@ def check(driver: FakeDriver, workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("kind", [CudaPool, SlabPool])
-def test_pools_of_a_device_hold_what_they_count(
-    kind: Any, number: int, strikes: Strikes, monkeypatch: pytest.MonkeyPatch
+def test_the_pool_of_a_device_holds_what_it_counts(
+    number: int, strikes: Strikes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_range, "CHUNK_BYTES", 3 * PAGE)
-    driver = FakeDriver(100 * PAGE, virtual_memory=kind is CudaPool)
+    driver = FakeDriver(100 * PAGE)
     driver.after_call = strikes.call
     small = {"workspace": 2 * PAGE, "state/kv": 4 * PAGE, "host": PAGE_BYTES}
     large = {"workspace": 9 * PAGE, "state/kv": 8 * PAGE, "host": 5 * PAGE_BYTES}
@@ -125,7 +124,7 @@ def test_pools_of_a_device_hold_what_they_count(
         while opened:
             check(driver, opened[0])
             opened.pop().close()
-        made = Workspace(pool=kind(driver, DeviceLedger(100 * PAGE)), host=HostPool(driver))
+        made = Workspace(pool=CudaPool(driver, DeviceLedger(100 * PAGE)), host=HostPool(driver))
         made.resize_all(sizes, **more)
         for page in (0, 2, 3):
             made.range("state/kv").tensor[page * PAGE] = max(page, 1)
@@ -138,7 +137,7 @@ def test_pools_of_a_device_hold_what_they_count(
         strikes.after_each(lambda: opened[0].resize_all({**large, "workspace": PAGE}), number, lambda: at(small)),
         strikes.after_each(lambda: opened[0].close(), number, lambda: at(large)),
     ]
-    assert all(count > (8 if kind is CudaPool else 1) for count in calls), calls
+    assert all(count > 8 for count in calls), calls
     opened.clear()
     assert driver.is_empty() or (not driver.mappings and not driver.allocations and not driver.pinned)
 

@@ -366,7 +366,7 @@ def test_plan_png_is_a_picture_and_deterministic(doc: Doc) -> None:
 
 def test_timeline_marks_the_peak_and_the_bound(small: Doc) -> None:
     pytest.importorskip("matplotlib")
-    figure = viz.timeline_figure(small)
+    figure = viz.plan_figure(small)
     axes = figure.axes[0]
     heights = [list(line.get_ydata()) for line in axes.lines]
     assert [small["lower_bound_bytes"] / GIB] in heights  # the marker
@@ -380,7 +380,7 @@ def test_timeline_marks_the_peak_and_the_bound(small: Doc) -> None:
 def test_map_draws_each_held_interval_once(small: Doc) -> None:
     pytest.importorskip("matplotlib")
     plan = with_gaps(small)
-    axes = viz.map_figure(plan).axes[0]
+    axes = viz.plan_figure(plan).axes[1]
     drawn = sorted(tuple(path.get_extents().bounds) for group in axes.collections for path in group.get_paths())
     expected = []
     for b in workspace(plan):
@@ -401,16 +401,6 @@ def test_before_and_after_share_a_scale(small: Doc) -> None:
     assert left.get_ylim()[1] > unchunked["lower_bound_bytes"] / GIB
     assert "falls to" in figure.texts[0].get_text()
     assert "grows" in viz.before_after_figure(small, unchunked).texts[0].get_text()
-
-
-def test_context_figure_draws_the_limit() -> None:
-    pytest.importorskip("matplotlib")
-    series = [("eager", [(1024, 16 * GIB), (2048, 20 * GIB)]), ("planned", [(1024, 15 * GIB), (131_072, 23 * GIB)])]
-    figure = viz.context_figure(series, 24 * GIB)
-    heights = [list(line.get_ydata()) for line in figure.axes[0].lines]
-    assert heights == [[16, 20], [15, 23], [24, 24]]
-    assert figure.axes[0].get_ylim()[1] > 24
-    image_size(viz.figure_png(viz.context_figure([], None)))
 
 
 def test_no_matplotlib_is_one_clear_sentence(small: Doc, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,12 @@ from mosaic.errors import MissingExtra
 from mosaic.models import PRESETS, load
 from mosaic.planner import plan_program
 from mosaic.registrar.graph import Graph
-from mosaic.registrar.operator import Operator, Spec
+from mosaic.registrar.operator import Operator
 from mosaic.viz.graph_picture import Picture, graph_figure, graph_png
 
-COPY = Operator(name="copy", reads=("x",), writes=("y",), infer=lambda x: (x,))
-OVER = Operator(name="over", reads=("x",), writes=("y",), inplace=(("y", "x"),), infer=lambda x: (x,))
-LOOK = Operator(name="look", reads=("x",), writes=("y",), infer=lambda x: (Spec((1,), "float32"),))
+COPY = Operator(name="copy", operands="x:a[*T] -> y:a[*T]")
+OVER = Operator(name="over", operands="x:a[*T] -> y:a[*T]", inplace=(("y", "x"),))
+LOOK = Operator(name="look", operands="x:a[*T] -> y:f32[1]")
 
 
 def layered(layers: int, *, odd: int | None = None) -> Graph:
@@ -122,9 +122,7 @@ def test_without_matplotlib_notebooks_fall_back_to_text(monkeypatch: pytest.Monk
     g = layered(1)
     assert g._repr_png_() is None
     assert repr(g).startswith("Graph 'layered': 5 ops")
-    with pytest.raises(
-        MissingExtra, match=r"drawing a picture of a graph needs matplotlib: pip install 'mosaic-dllm\[viz\]'"
-    ):
+    with pytest.raises(MissingExtra, match=r"drawing a picture needs matplotlib: pip install 'mosaic-dllm\[viz\]'"):
         graph_png(g)
 
 

@@ -55,8 +55,10 @@ def op_seconds(records: PlanRecords, device: Device) -> list[float]:
         if op.stream == "main" and grid is not None:
             shapes, named = launch_shapes(records, op), {name.rstrip("?") for name in rule.reads}
             reads = {name: Spec(shapes[name], _dtype(records, op, name)) for name in op.operands if name in named}
-            rows, columns = (count(**reads, **op.attrs) for count in (rule.rate_rows, rule.rate_columns))
-            work = op.flops / float(grid(np.array([float(rows)]), np.array([float(columns)]))[0])
+            launch = rule.work(**reads, **op.attrs)
+            work = op.flops / float(
+                grid(np.array([float(launch.rate_rows)]), np.array([float(launch.rate_columns)]))[0]
+            )
         seconds.append(max(work, op.bytes / device.bandwidth) if op.stream == "main" else 0.0)
     return seconds
 

@@ -1,4 +1,5 @@
-"""What policies cost in quality, and why: policies side by side, and the measurements of MAGE and FOCUS along a model's answers.
+"""Quality of a trained model's answers: exact match on generated tasks, policies side by side, the measurements of MAGE and FOCUS.
 
-`python -m benchmarks.quality policies`, `estimation` and `decodability` print them.
+`python -m benchmarks.quality exact`, `policies`, `estimation` and `decodability` print them. The questions (`evaluation`) and
+their `scoring` need no torch.
 """

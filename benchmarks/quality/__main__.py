@@ -1,5 +1,6 @@
 """What policies cost in quality, and why, of a trained model: each command writes its results' JSON to `--out`.
 
+python -m benchmarks.quality exact --model small --lengths 256,512,1k,2k --per-task 20
 python -m benchmarks.quality policies --policies exact,mage:ratio=1/16 --schedules dynamic,static:16
 python -m benchmarks.quality estimation --lengths 2k --plot estimation.png
 python -m benchmarks.quality decodability --lengths 1k --tasks chain --items 8
@@ -15,20 +16,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
+from benchmarks.bench.environment import environment
+from benchmarks.bench.meters import card
 from benchmarks.quality.compare import CompareSettings, compare, configurations
 from benchmarks.quality.decodability import DecodabilitySettings, measure
 from benchmarks.quality.estimation import EstimationSettings, estimate
+from benchmarks.quality.exact import ExactSettings, measure_exact, trained
 from benchmarks.quality.plot import decodability_png, estimation_png
 from benchmarks.quality.policies import schedule as read_schedule
+from benchmarks.quality.tables import decodability_tables, estimation_tables, exact_tables, policies_tables
 from benchmarks.record import command_line
-from mosaic.bench.environment import environment
-from mosaic.bench.meters import card
-from mosaic.bench.quality.run import trained
 from mosaic.cli import decoding_options as o
 from mosaic.cli import main as run
 from mosaic.cli.exports import check_targets, report, say_written
-from mosaic.cli.output import new_table, note
-from mosaic.cli.request import own_dtype
+from mosaic.cli.output import note
+from mosaic.cli.request import own_dtype, scaled
 from mosaic.devices import load_device
 from mosaic.errors import UsageError
 from mosaic.files import write_atomic
@@ -39,6 +41,8 @@ from mosaic.units import parse_lengths
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from benchmarks.quality.scoring import Score
+    from mosaic.models import Model
     from mosaic.runtime.compiled import CompiledModel
 
 __all__ = ["main"]
@@ -47,9 +51,7 @@ Result: TypeAlias = Mapping[str, Any]
 ModelName: TypeAlias = Annotated[
     str, typer.Option(help="small-sdar, or a checkpoint directory of examples/train_small.")
 ]
-Tasks: TypeAlias = Annotated[
-    str, typer.Option(help="Of listing, chain, passage, frequent, and those of `mosaic bench quality`.")
-]
+Tasks: TypeAlias = Annotated[str, typer.Option(help="Of listing, chain, passage, frequent, and the tasks of `exact`.")]
 Lengths: TypeAlias = Annotated[str, typer.Option(help="Contexts of tasks with a document.")]
 Items: TypeAlias = Annotated[int, typer.Option(help="Answers per task and length.")]
 Schedule: TypeAlias = Annotated[str, typer.Option(help="Steps of a block: dynamic, dynamic:threshold=0.95, static:16.")]
@@ -60,6 +62,73 @@ AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the resul
 LONG: Final = "listing,chain,passage,frequent"
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.command()
+def exact(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Option(help="small, small-sdar, or a checkpoint directory of examples/train_small.")
+    ] = "small",
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="Of retrieval, pair, addition, subtraction, multiplication, sorting, story; listing, chain, passage, frequent."
+        ),
+    ] = "retrieval,pair,addition,subtraction,multiplication,sorting,story",
+    lengths: Annotated[str, typer.Option(help="Contexts of the retrieval tasks.")] = "256,512,1k,2k",
+    per_cell: Annotated[int, typer.Option(help="Retrieval items per length and tenth of depth.")] = 1,
+    per_task: Annotated[int, typer.Option(help="Items of every other task.")] = 20,
+    gen_length: Annotated[int | None, typer.Option(help="Tokens to generate; what each task needs by default.")] = None,
+    steps: o.Steps = None,
+    block_length: o.BlockLength = None,
+    temperature: o.Temperature = None,
+    top_p: o.TopP = None,
+    top_k: o.TopK = None,
+    remasking: o.Remasking = None,
+    algorithm: o.Algorithm = None,
+    alg: o.Alg = None,
+    alg_temp: o.AlgTemp = None,
+    threshold: o.Threshold = None,
+    factor: o.Factor = None,
+    cache: o.Cache = None,
+    small_block_length: o.SmallBlockLength = None,
+    edit_threshold: o.EditThreshold = None,
+    max_post_steps: o.MaxPostSteps = None,
+    minimal_topk: o.MinimalTopK = None,
+    ahead: o.Ahead = None,
+    attention: o.Attention = None,
+    eviction: o.Eviction = None,
+    block_cache: o.BlockCache = None,
+    block_commit: o.BlockCommit = None,
+    rope_scaling: o.RopeScaling = None,
+    eps: o.Eps = None,
+    cfg_scale: o.CfgScale = None,
+    seed: Seed = 0,
+    batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 8,
+    budget: o.Budget = None,
+    device: o.Where = "cpu",
+    dtype: o.DType = None,
+    threads: o.Threads = None,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a model what it must know: facts at any depth of a document, arithmetic, sorting, stories."""
+    check_targets([out])
+    settings = ExactSettings(
+        tasks=_names(tasks), lengths=parse_lengths(lengths), per_cell=per_cell, per_task=per_task, seed=seed, batch=batch,
+        options=o.given(context),
+    )  # fmt: skip
+    described = trained(scaled(load(model), rope_scaling), model, instead="small, small-sdar")
+    if "attention" in settings.options:
+        settings.options["attention"].check(described.architecture)  # before the model is loaded
+    if "eviction" in settings.options:
+        settings.options["eviction"].check(described.architecture, dual=cache == "dual")
+    said = _said(described, device)
+    dtype = dtype or own_dtype(model, device)
+    with compile(described, device=device, budget=budget, dtype=dtype, threads=threads) as compiled:
+        result = {**said, **measure_exact(compiled, settings, progress=_scored)}
+    report(result, exact_tables, out, as_json)
 
 
 @app.command()
@@ -100,10 +169,7 @@ def policies(
     described = trained(load(model), model)
     configurations(settings, described.architecture)  # before the model is loaded
     dtype = dtype or own_dtype(model, device)
-    said = {
-        "model": described.name, "device": device, "card": card(load_device(device).backend == "cuda"), "dtype": dtype,
-        "environment": environment(command_line()),
-    }  # fmt: skip
+    said = {**_said(described, device), "dtype": dtype}
 
     def keep(document: Result) -> None:
         if out is not None:
@@ -111,7 +177,7 @@ def policies(
 
     with compile(described, device=device, budget=budget, dtype=dtype, threads=threads) as compiled:
         result = {**said, **compare(compiled, settings, progress=_told, keep=keep)}
-    report(result, _of_policies, out, as_json)
+    report(result, policies_tables, out, as_json)
 
 
 @app.command()
@@ -132,7 +198,7 @@ def estimation(
         ratios=_numbers(ratios, "ratios are shares of the prefix such as 1/16,1/4"), tasks=_names(tasks),
         lengths=parse_lengths(lengths), items=items, seed=seed, options=read_schedule(schedule),
     )  # fmt: skip
-    _along(model, estimate, settings, estimation_png, _of_estimation, out, plot, as_json)
+    _along(model, estimate, settings, estimation_png, estimation_tables, out, plot, as_json)
 
 
 @app.command()
@@ -154,7 +220,7 @@ def decodability(
         alphas=_numbers(alphas, "alphas are numbers such as 1.2,1.5"), preset=eviction, tasks=_names(tasks),
         lengths=parse_lengths(lengths), items=items, seed=seed, options={**read_schedule(schedule), "ahead": False},
     )  # fmt: skip
-    _along(model, measure, settings, decodability_png, _of_decodability, out, plot, as_json)
+    _along(model, measure, settings, decodability_png, decodability_tables, out, plot, as_json)
 
 
 def _along(
@@ -182,6 +248,24 @@ def _along(
     report(result, tables, out, as_json)
 
 
+def _said(described: Model, device: str) -> dict[str, Any]:
+    """The model, the device and the environment of a measurement."""
+    return {
+        "model": described.name, "device": device, "card": card(load_device(device).backend == "cuda"),
+        "environment": environment(command_line()),
+    }  # fmt: skip
+
+
+def _scored(done: int, total: int, score: Score) -> None:
+    """A line on stderr for every wrong answer, and one for every tenth of the way."""
+    if not score.exact:
+        place = f" of {score.item.length:,} tokens" if score.item.length else ""
+        place += f", depth {score.item.depth:.0%}" if score.item.length and score.item.depth is not None else ""
+        note(f"{score.item.task}{place}: expected {score.item.result[:60]!r}, got {score.text[-60:]!r}")
+    if done == total or done * 10 // total > (done - 1) * 10 // total:
+        note(f"{done:,} of {total:,} items")
+
+
 def _told(what: str, done: int, total: int) -> None:
     if done == total:
         note(f"{what}: {total:,} answers")
@@ -196,60 +280,6 @@ def _numbers(text: str, expected: str) -> tuple[float, ...]:
         return tuple(float(Fraction(part.strip())) for part in text.split(","))
     except (ValueError, ZeroDivisionError):
         raise UsageError(f"{expected}, got '{text}'.") from None
-
-
-# --- tables -------------------------------------------------------------------------------------------------------------
-
-
-def _of_policies(result: Result) -> Iterator[Table]:
-    """A table for each schedule: a row for each policy and task."""
-    for schedule, by_policy in result["schedules"].items():
-        table = new_table(
-            schedule, "task", "exact", "against the first", "tokens right", "forwards", "tokens/forward",
-            "processed/decoded", "items",
-        )  # fmt: skip
-        table.columns[1].justify = "left"
-        for policy, figures in by_policy.items():
-            for task, group in figures["groups"].items():
-                if "," not in task:
-                    table.add_row(policy, task, *_cells(group))
-        yield table
-
-
-def _cells(group: Result) -> tuple[str, ...]:
-    change = ""
-    if "against" in group:
-        exact = group["against"]["exact"]
-        change = f"{exact['difference']:+.1%} ({exact['low']:+.1%}, {exact['high']:+.1%})"
-    return (
-        f"{group['exact']:.1%}", change, f"{group['tokens_right']:.1%}", f"{group['forwards']:.1f}",
-        f"{group['tokens_per_forward']:.2f}", f"{group['processed_per_decoded']:.2f}", f"{group['count']:,}",
-    )  # fmt: skip
-
-
-def _of_estimation(result: Result) -> Iterator[Table]:
-    """Estimation accuracy by set of keys, of a block's first step and of the later ones."""
-    for when, title in (("first", "first step"), ("later", "later steps")):
-        if by_ratio := result[when]:
-            table = new_table(title, *(f"k {float(ratio):.3g}" for ratio in by_ratio))
-            for name in next(iter(by_ratio.values())):
-                table.add_row(name, *(f"{shares[name]:.1%}" for shares in by_ratio.values()))
-            yield table
-
-
-def _of_decodability(result: Result) -> Iterator[Table]:
-    """The share of masked tokens that are decided by fifth of a signal's rank, and what each way of decoding computes."""
-    signals = new_table("signal", "lowest fifth", "", "", "", "highest", "AUC", "of two")
-    for name, row in result["signals"].items():
-        shares = [f"{part / of:.1%}" if of else "" for part, of in zip(row["decoded"], row["masked"], strict=True)]
-        auc = "" if row["auc"] is None else f"{row['auc']:.3f}"
-        signals.add_row(name, *shares, auc, "" if row["reached"] is None else f"{row['reached']:.1%}")
-    yield signals
-    ways = new_table("computed", "steps", "decoded", "in blocks", "again", "per decoded")
-    for name, row in result["ways"].items():
-        counts = (f"{row[part]:,}" for part in ("steps", "decoded", "computed", "again"))
-        ways.add_row(name, *counts, f"{row['computed_per_decoded']:.2f}")
-    yield ways
 
 
 def main() -> None:

@@ -14,11 +14,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from benchmarks.quality.answers import Answers
+from benchmarks.quality.evaluation import evaluation_set, gen_length, seen_in_training
+from benchmarks.quality.items import LONG_TASKS, Item
 from benchmarks.quality.policies import policy, schedule
-from mosaic.bench.quality.evaluation import evaluation_set, gen_length, seen_in_training
-from mosaic.bench.quality.items import LONG_TASKS, Item
-from mosaic.bench.quality.scoring import score
-from mosaic.bench.quality.vocabulary import EOS, vocabulary
+from benchmarks.quality.scoring import score
+from benchmarks.quality.vocabulary import EOS, vocabulary
 from mosaic.errors import UsageError
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.quality.estimation import EstimationSettings, Plain, canvases, items_of, plain_of
+from benchmarks.quality.evaluation import gen_length
+from benchmarks.quality.items import LONG_TASKS
 from benchmarks.quality.replay import Decided, Records, recording
-from mosaic.bench.quality.evaluation import gen_length
-from mosaic.bench.quality.items import LONG_TASKS
-from mosaic.bench.quality.vocabulary import vocabulary
+from benchmarks.quality.vocabulary import vocabulary
 from mosaic.decoding import GenerationConfig, generate
 from mosaic.models.policies.focus_options import Eviction
 from mosaic.models.policies.registry import token_eviction

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.quality.evaluation import evaluation_set, gen_length, seen_in_training
+from benchmarks.quality.items import LONG_TASKS
 from benchmarks.quality.replay import Decided, Records, recording
-from mosaic.bench.quality.evaluation import evaluation_set, gen_length, seen_in_training
-from mosaic.bench.quality.items import LONG_TASKS
-from mosaic.bench.quality.vocabulary import vocabulary
+from benchmarks.quality.vocabulary import vocabulary
 from mosaic.decoding import GenerationConfig, generate
 from mosaic.errors import UsageError
 from mosaic.registrar.operators.top_keys import keys_of

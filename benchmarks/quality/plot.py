@@ -6,7 +6,7 @@ import io
 from collections.abc import Mapping
 from typing import Any, Final
 
-from mosaic.bench.quality.evaluation import DEPTHS
+from benchmarks.quality.evaluation import DEPTHS
 from mosaic.errors import MissingExtra
 
 __all__ = ["decodability_png", "estimation_png", "png"]

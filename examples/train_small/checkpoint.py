@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tokenizer_files import tokenizer_config, tokenizer_json
 from torch import Tensor
 
-from mosaic.bench.quality.vocabulary import EOS, MASK, PAD
+from benchmarks.quality.vocabulary import EOS, MASK, PAD
 
 __all__ = ["config_json", "named_tensors", "restore", "save"]
 

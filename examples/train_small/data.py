@@ -19,9 +19,9 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
-from mosaic.bench.quality import arithmetic, gathering, retrieval, stories
-from mosaic.bench.quality.items import Turn, pick
-from mosaic.bench.quality.vocabulary import ASSISTANT, EOS, MASK, USER, vocabulary
+from benchmarks.quality import arithmetic, gathering, retrieval, stories
+from benchmarks.quality.items import Turn, pick
+from benchmarks.quality.vocabulary import ASSISTANT, EOS, MASK, USER, vocabulary
 
 __all__ = ["Batch", "Loader", "Stage", "make_batch", "row"]
 

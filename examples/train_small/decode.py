@@ -9,10 +9,10 @@ from attention import masked
 from model import DECODE_BLOCK, Transformer, rotary_tables
 from torch import Tensor
 
-from mosaic.bench.quality.evaluation import gen_length
-from mosaic.bench.quality.items import Item
-from mosaic.bench.quality.scoring import Score, score
-from mosaic.bench.quality.vocabulary import EOS, MASK, PAD, vocabulary
+from benchmarks.quality.evaluation import gen_length
+from benchmarks.quality.items import Item
+from benchmarks.quality.scoring import Score, score
+from benchmarks.quality.vocabulary import EOS, MASK, PAD, vocabulary
 
 __all__ = ["decode", "evaluate"]
 

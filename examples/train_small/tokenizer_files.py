@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from mosaic.bench.quality.vocabulary import PIECES, SPECIAL, WORDS
+from benchmarks.quality.vocabulary import PIECES, SPECIAL, WORDS
 
 __all__ = ["CHAT_TEMPLATE", "tokenizer_config", "tokenizer_json"]
 

@@ -74,11 +74,8 @@ _SETTLING: Final = 20_000
 class CudaTimer:
     """A clock of CUDA events on a stream of its own.
 
-    Parameters
-    ----------
-    target_s
-        How long one measurement may repeat; it repeats three times at least. Before that it runs for `SETTLE` times as
-        long, uncounted: a card at its power limit clocks lower after a fraction of a second, as it does in a step.
+    One measurement repeats for `target_s`, three times at least. Before, it runs for `SETTLE` times as long, uncounted: a card at
+    its power limit clocks lower after a fraction of a second, as in a step.
     """
 
     SETTLE: ClassVar[int] = 3
@@ -137,13 +134,7 @@ class CudaTimer:
 
 
 def cuda_bench(*, target_s: float) -> Bench:
-    """Open the first CUDA card that this process sees, warm.
-
-    Raises
-    ------
-    RuntimeMemoryError
-        If there is none.
-    """
+    """Open the first CUDA card that this process sees, warm; `RuntimeMemoryError` without one."""
     if not torch.cuda.is_available():
         raise RuntimeMemoryError(
             f"calibrating measures a CUDA card, and PyTorch {torch.__version__} sees none: run it on the machine with the "
@@ -216,10 +207,8 @@ def measure_fixed_part(
     free_bytes
         Reads the counter.
     helper
-        Python code that the process runs with the file of the device's profile as its argument: it prints what it holds
-        as one line of JSON and waits for the end of its input.
-    timeout_s
-        When the process is ended.
+        Python code of the process. Its argument is the device's profile file; it prints what it holds as one line of JSON and
+        waits for the end of its input.
 
     Raises
     ------
@@ -252,10 +241,9 @@ def measure_fixed_part(
 
 
 def hold_models(profile: str) -> None:
-    """Load kernels and run small models on the card, say what of this process's memory is pages, and wait for the end
-    of the input.
+    """Load kernels, run small models, print what of the process's memory is pages, and wait for the end of the input.
 
-    What runs in the process that `measure_fixed_part` starts.
+    The process that `measure_fixed_part` starts runs it.
     """
     device = load_device(profile)
     load_kernels(cuda_bench(target_s=0.0))

@@ -74,24 +74,16 @@ class Bench:
 
     Parameters
     ----------
-    title
-        What its maker calls it.
     device, backend
         Where PyTorch puts tensors for it, and whose kernels run on it.
-    memory_bytes
-        Total by its driver.
-    cache_bytes
-        Size of its last cache.
+    memory_bytes, cache_bytes
+        Total by its driver, and the size of its last cache.
     versions
-        Of what was measured with, by name.
-    timer
-        Its clock.
+        Of the packages it is measured with, by name.
     load
-        Gives the module of an operator and, where there are several, an implementation.
+        Gives the module of an operator and, of several, an implementation.
     pinned
-        Gives this many bytes of pinned host memory, uint8.
-    free_bytes
-        Tells what is free on it.
+        Gives a number of bytes of pinned host memory, uint8.
     """
 
     title: str
@@ -112,8 +104,8 @@ class Bench:
         specs = {name: Spec(tuple(t.shape), dtype_name(t.dtype)) for name, t in tensors.items()}
         size = int(shipped(operator).scratch_bytes(self.backend, specs, attrs))
         scratch = torch.empty(size, dtype=torch.uint8, device=self.device) if size else None
-        launch = self.load(operator, implementation).launch
-        return lambda: launch(**tensors, **attrs, scratch=scratch)
+        call: Call = self.load(operator, implementation).bind(**tensors, **attrs, scratch=scratch)
+        return call
 
     def random(self, *shape: int) -> Tensor:
         """Return normal bfloat16 data: a card's power, and with it its clock, depends on the bits."""
@@ -130,10 +122,8 @@ class Bench:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is measured: GEMMs of `rows` x `columns` over `inner`, of few rows twice `feed` columns, attention of `heads` heads,
-    copies of `copy_bytes`.
-
-    `attention` are query rows times heads of a launch; every query sees at least `least_keys` keys.
+    """What is measured: GEMMs of `rows` x `columns` over `inner`, products of `few_rows` with twice `feed` columns, attention of
+    `heads` heads with at least `least_keys` keys, copies. `attention` are query rows times heads of a launch.
     """
 
     rows: tuple[int, ...]
@@ -184,11 +174,9 @@ class FixedPart:
     Parameters
     ----------
     used_bytes
-        All that it takes, by the device's own counter.
-    pages_bytes
-        Of those, pages of plans.
-    library_bytes
-        Of those, what PyTorch's allocator holds: the workspaces of cuBLAS.
+        All that it takes, by the device's counter.
+    pages_bytes, library_bytes
+        Parts of it: pages of plans, and what PyTorch's allocator holds (workspaces of cuBLAS).
     note
         What could not be loaded, or empty.
     """
@@ -221,14 +209,10 @@ def calibrate(
     sizes: Sizes = FULL,
     progress: Callable[[str], None] = lambda message: None,
 ) -> Calibration:
-    """Measure a card.
+    """Measure a card, and name its profile; `date` goes into the profile's `source`.
 
     Parameters
     ----------
-    name
-        Of the profile.
-    date
-        Goes into the profile's `source`.
     fixed_part
         Measures the fixed part, for the profile so far.
     progress
@@ -290,8 +274,7 @@ def _rates(rates: Mapping[int, float]) -> dict[int, float]:
 
 
 def launch_times(bench: Bench, sizes: Sizes) -> tuple[float, float]:
-    """Measure the seconds of an op that does next to nothing, a norm of one row: as a node of a captured step, and
-    launched by itself."""
+    """Measure the seconds of a norm of one row: as a node of a captured step, and launched by itself."""
     x, weight, y = bench.random(1, sizes.inner), bench.random(sizes.inner), bench.empty(1, sizes.inner)
     calls = [bench.call("rms_norm", {"x": x, "weight": weight, "y": y}, {"eps": 1e-6})] * _LAUNCHES
     return bench.timer.captured(calls), bench.timer.eager(calls)
@@ -381,8 +364,7 @@ def few_rows_rates(bench: Bench, sizes: Sizes, launch_s: float) -> dict[int, flo
 
 
 def unembed_rates(bench: Bench, sizes: Sizes, launch_s: float, *, sampled: bool = False) -> dict[int, float]:
-    """Measure FLOP/s of the fused unembedding with statistics, or with samples too, by rows; none where the head does
-    not fit."""
+    """Measure FLOP/s of the fused unembedding with statistics, or with samples too, by rows; none if the head does not fit."""
     if not bench.holds(2 * sizes.vocabulary * sizes.inner + (1 << 26)):
         return {}
     weight = bench.random(sizes.vocabulary, sizes.inner)
@@ -410,13 +392,8 @@ def attention_rates(
 ) -> dict[str, dict[int, float]]:
     """Measure FLOP/s of attention over one sequence, by implementation and query rows times heads.
 
-    Each is compared with a float32 reference at every size before it is timed: a backend may be fast and wrong. A backend
-    that is wrong, or not installed, is left out with a note.
-
-    Raises
-    ------
-    WrongResult
-        If none is left.
+    Each is compared with a float32 reference at every size before it is timed. An implementation that is wrong or not installed
+    is left out with a note; if none is left, `WrongResult` is raised.
     """
     rates: dict[str, dict[int, float]] = {}
     specs = {"q": Spec((1, sizes.head_size), "bfloat16"), "cu_seqlens": Spec((2,), "int32")}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mosaic.cli.output import results
+from mosaic.cli.output import new_table, results
 from mosaic.errors import UsageError
 
 if TYPE_CHECKING:
@@ -14,24 +14,14 @@ if TYPE_CHECKING:
     from mosaic.planner.planner import Planner
     from mosaic.planner.request import Request
 
-__all__ = ["asked", "figures", "report_steps", "requests_of"]
+__all__ = ["Asked", "figures", "report_steps", "requests_of"]
 
 
-def asked(**options: Any) -> SimpleNamespace:
-    """Return the options of a request that policies go by: these, and no others."""
-    none = dict.fromkeys(
-        (
-            "attention",
-            "eviction",
-            "block_cache",
-            "block_commit",
-            "cache",
-            "remasking",
-            "block_length",
-            "small_block_length",
-        )
-    )
-    return SimpleNamespace(**{**none, **options})
+class Asked(SimpleNamespace):
+    """The options of a request that policies go by: those given, and None for every other."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def requests_of(planner: Planner, ctx: str | None, attention: Options) -> dict[str, Request]:
@@ -49,7 +39,7 @@ def requests_of(planner: Planner, ctx: str | None, attention: Options) -> dict[s
     if ctx is None or ctx == "auto":
         raise UsageError("--attention plans a block over the keys of a context: give one, such as --ctx 128k.")
     keys, block = parse_tokens(ctx), arch.block
-    (policy,) = policies_of(asked(attention=attention), arch)
+    (policy,) = policies_of(Asked(attention=attention), arch)
     exact = Phase(cache=KEPT, commit=Commit(score="confidence", rule="dynamic"))
     several = 2 * block <= keys and policy.within
     kinds = attention.kinds(block)
@@ -90,16 +80,11 @@ def _bytes(plan: Plan, *pools: str) -> int:
 
 def report_steps(found: dict[str, dict[str, float]], attention: Options, block: int) -> None:
     """Print the steps side by side, and what a block of as many steps as tokens takes."""
-    from rich.table import Table
-
     from mosaic.units import format_bytes
 
-    table = Table(
-        box=None, padding=(0, 2), title=f"attention {attention}, one block of {block} tokens", title_justify="left"
-    )
     kept, word = {"selection": "selected_bytes", "outputs": "reused_bytes"}, attention.adjective
-    for name in ("step", "predicted", "in all", *kept):
-        table.add_column(name, justify="left" if name == "step" else "right")
+    table = new_table("step", "predicted", "in all", *kept)
+    table.title, table.title_justify = f"attention {attention}, one block of {block} tokens", "left"
     said = {
         "exact": "exact", "first": f"{word}, first of a block", "again": f"{word}, selects again", "later": f"{word}, later"
     }  # fmt: skip

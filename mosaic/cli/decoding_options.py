@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
 from mosaic.cli.completion import device_names
-from mosaic.errors import UsageError
-
-if TYPE_CHECKING:
-    from mosaic.models.policies.policy import Options
 
 __all__ = [
-    "Ahead",
-    "Alg",
-    "AlgTemp",
-    "Algorithm",
-    "Alpha",
-    "Attention",
-    "BlockCache",
-    "BlockCommit",
-    "BlockLength",
-    "Budget",
-    "Cache",
-    "CfgScale",
-    "DType",
-    "EditThreshold",
-    "Eps",
-    "Eviction",
-    "ExactLayers",
-    "Factor",
-    "K",
-    "MaxPostSteps",
-    "MinimalTopK",
-    "Page",
-    "Remasking",
-    "ReuseChange",
-    "ReuseSteps",
-    "RopeScaling",
-    "SmallBlockLength",
-    "Steps",
-    "Temperature",
-    "Threads",
-    "Threshold",
-    "TopK",
-    "TopP",
-    "Where",
-    "given",
-    "policy_options",
+    "Ahead", "Alg", "AlgTemp", "Algorithm", "Attention", "BlockCache", "BlockCommit", "BlockLength", "Budget",
+    "Cache", "CfgScale", "DType", "EditThreshold", "Eps", "Eviction", "Factor", "MaxPostSteps", "MinimalTopK",
+    "Remasking", "RopeScaling", "SmallBlockLength", "Steps", "Temperature", "Threads", "Threshold", "TopK", "TopP",
+    "Where", "given",
 ]  # fmt: skip
 
 Steps: TypeAlias = Annotated[
@@ -95,11 +58,6 @@ Attention: TypeAlias = Annotated[
         "mage+flashblock; options may follow, as in mage:k=1024:every=8; default exact."
     ),
 ]
-K: TypeAlias = Annotated[int | None, typer.Option("--k", help="With --attention: keys that are selected.")]
-Page: TypeAlias = Annotated[int | None, typer.Option(help="With --attention: keys that are selected together.")]
-ExactLayers: TypeAlias = Annotated[
-    int | None, typer.Option(help="With --attention: first layers that attend to all keys.")
-]
 Eviction: TypeAlias = Annotated[
     str | None,
     typer.Option(
@@ -107,21 +65,12 @@ Eviction: TypeAlias = Annotated[
         "focus:keep=4; default none."
     ),
 ]
-Alpha: TypeAlias = Annotated[
-    float | None, typer.Option(help="With --eviction: tokens kept for each that is expected to be decided; at least 1.")
-]
 BlockCache: TypeAlias = Annotated[
     str | None,
     typer.Option(help="SDAR, LLaDA2.0, Fast-dLLM v2: leave decided tokens out of a block's later steps, dc or dc+."),
 ]
 BlockCommit: TypeAlias = Annotated[
     str | None, typer.Option(help="With --block-cache: keys of finished blocks, exact (default) or cached.")
-]
-ReuseSteps: TypeAlias = Annotated[
-    int | None, typer.Option(help="With --attention: steps that an output over the prefix serves, where it is reused.")
-]
-ReuseChange: TypeAlias = Annotated[
-    float | None, typer.Option(help="With --attention: relative change of queries from which on it is not reused.")
 ]
 RopeScaling: TypeAlias = Annotated[
     str | None, typer.Option(help="Reach beyond the trained context: linear, dynamic or yarn, and a factor: yarn:4.")
@@ -146,39 +95,16 @@ Where: TypeAlias = Annotated[
 
 
 def given(context: typer.Context) -> dict[str, Any]:
-    """Return those of a command's options that `GenerationConfig` takes and that were given."""
-    from mosaic.decoding.config import GenerationConfig
-
-    params = context.params
-    found = {entry.name: params[entry.name] for entry in fields(GenerationConfig) if params.get(entry.name) is not None}
-    chosen = {field: policy_options(field, params) for field in BESIDE}
-    return found | {name: value for name, value in chosen.items() if value is not None}
-
-
-BESIDE: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
-    "attention": {"flashblock": ("reuse_steps", "reuse_change"), "mage": ("k", "page", "exact_layers")},
-    "eviction": {"focus": ("alpha",)},
-}
-"""What goes with --attention and --eviction, by the names of parameters; and a preset that takes it."""
-
-
-def policy_options(field: str, params: Mapping[str, Any]) -> Options | None:
-    """Return a preset with what is said beside it; None where there is no such policy.
+    """Return the options of a command that `GenerationConfig` takes and that were given, those of policies read.
 
     Raises
     ------
     UsageError
-        If there is no such preset, a value cannot be, or one is given without a preset.
+        If there is no such policy, or an option of it cannot be.
     """
-    from mosaic.models.policies.registry import options_of
+    from mosaic.decoding.config import GenerationConfig
+    from mosaic.models.policies.registry import KINDS, options_of
 
-    changed = {name: params[name] for names in BESIDE[field].values() for name in names if params[name] is not None}
-    if params[field] is not None:
-        found: Options = options_of(field, params[field]).with_options(changed)
-        return found
-    for preset, names in BESIDE[field].items():
-        if changed.keys() & names:
-            *others, last = [f"--{name.replace('_', '-')}" for name in names]
-            flags = f"{', '.join(others)} and {last} go" if others else f"{last} goes"
-            raise UsageError(f"{flags} with --{field}, such as --{field} {preset}.")
-    return None
+    params = context.params
+    found = {entry.name: params[entry.name] for entry in fields(GenerationConfig) if params.get(entry.name) is not None}
+    return found | {field: options_of(field, found[field]) for field in KINDS if field in found}

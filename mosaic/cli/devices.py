@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mosaic.cli.completion import model_names
-from mosaic.cli.output import print_json, results
+from mosaic.cli.output import new_table, print_json, results
 from mosaic.cli.request import read_model, read_request
 from mosaic.errors import UsageError
 
@@ -73,7 +73,6 @@ def profile(device: Device) -> dict[str, Any]:
 
 
 def _fitting(model: Model, request: Request, budget: str | None, host_budget: str | None) -> list[dict[str, Any]]:
-    from mosaic.cli.progress import compiling
     from mosaic.devices import DEVICES
     from mosaic.planner.planner import Planner
     from mosaic.units import parse_bytes
@@ -85,9 +84,8 @@ def _fitting(model: Model, request: Request, budget: str | None, host_budget: st
         if device.backend != "cuda":
             continue
         available = device.memory_bytes if most is None else min(most, device.memory_bytes)
-        with compiling() as progress:
-            planner = Planner(model, device=device, budget=available, host_budget=host_budget, progress=progress)
-            plan = planner.plan(request)
+        planner = Planner(model, device=device, budget=available, host_budget=host_budget)
+        plan = planner.plan(request)
         rows.append(
             {
                 "name": device.name, "fits": plan.fits, "total_bytes": plan.total_bytes, "memory_bytes": device.memory_bytes,
@@ -100,24 +98,17 @@ def _fitting(model: Model, request: Request, budget: str | None, host_budget: st
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-
     from mosaic.units import format_bytes, format_seconds, format_tokens
 
-    table = Table(box=None, padding=(0, 1))
     fitting = "fits" in rows[0]
-    columns = (
-        ("device", "fits", "needs", "may use", "on the host", "largest context", "predicted step", "chunks")
-        if fitting
-        else ("device", "memory", "bandwidth", "host link", "GEMM", "attention", "figures")
-    )
-    for i, column in enumerate(columns):
-        table.add_column(
-            column,
-            justify="right" if 1 < i < len(columns) - 1 or column == "memory" else "left",
-            header_style="dim",
-            no_wrap=column != "chunks",
+    if fitting:
+        table = new_table(
+            "device", "fits", "needs", "may use", "on the host", "largest context", "predicted step", "chunks"
         )
+        table.columns[1].justify = "left"
+    else:
+        table = new_table("device", "memory", "bandwidth", "host link", "GEMM", "attention", "figures")
+    table.columns[-1].justify, table.columns[-1].no_wrap = "left", not fitting
     for row in rows:
         if fitting:
             chunks = ", ".join(

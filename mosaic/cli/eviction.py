@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mosaic.cli.attention import asked
-from mosaic.cli.output import results
+from mosaic.cli.attention import Asked
+from mosaic.cli.output import new_table, results
 from mosaic.errors import UnknownName, UsageError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def cut_of(planner: Planner, step: Request, eviction: Options, block_cache: str 
         raise UnknownName("block_cache", block_cache, BLOCK_CACHES)
     arch, phases = planner.model.architecture, [step.phase]
     made = BlockStep(start=0, end=arch.block, number=0, steps=1, window=(0, arch.block))
-    for policy in policies_of(asked(eviction=eviction, block_cache=block_cache, block_length=arch.block), arch):
+    for policy in policies_of(Asked(eviction=eviction, block_cache=block_cache, block_length=arch.block), arch):
         phases.append(policy.phase(phases[-1], made))
     *_, phase, cut = phases
     own = {state: len(step.key_lens) for state in cut.states if state not in phase.states}
@@ -81,13 +81,10 @@ def pays_up_to(found: dict[str, dict[str, float]]) -> int:
 def report_graphs(found: dict[str, dict[str, float]], eviction: Options) -> None:
     """Print the graphs side by side, what a step takes that keeps as many tokens as each second graph has room for, and whether
     that is less than a whole one."""
-    from rich.table import Table
-
     from mosaic.units import format_bytes
 
-    table = Table(box=None, padding=(0, 2), title=f"eviction {eviction}", title_justify="left")
-    for name in ("graph", "tokens", "predicted", "step", "in all"):
-        table.add_column(name, justify="left" if name == "graph" else "right")
+    table = new_table("graph", "tokens", "predicted", "step", "in all")
+    table.title, table.title_justify = f"eviction {eviction}", "left"
     for name, row in found.items():
         step = row["predicted_ms"] + (found["prefix"]["predicted_ms"] if name.startswith("suffix") else 0)
         table.add_row(

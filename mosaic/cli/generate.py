@@ -67,13 +67,7 @@ def generate(
     minimal_topk: o.MinimalTopK = None,
     ahead: o.Ahead = None,
     attention: o.Attention = None,
-    k: o.K = None,
-    page: o.Page = None,
-    exact_layers: o.ExactLayers = None,
-    reuse_steps: o.ReuseSteps = None,
-    reuse_change: o.ReuseChange = None,
     eviction: o.Eviction = None,
-    alpha: o.Alpha = None,
     block_cache: o.BlockCache = None,
     block_commit: o.BlockCommit = None,
     rope_scaling: o.RopeScaling = None,
@@ -174,21 +168,19 @@ def _encode(text: str, tokenizer: Tokenizer | None, chat: bool, model: Model) ->
 
 
 def _outlook(job: _Job) -> list[str]:
-    """What is to be said of a large model before it is loaded; a small one is done before anybody has read it."""
+    """Warnings about a large model before it is loaded; none for a small one."""
     from mosaic.cli.outlook import LARGE, available_bytes, outlook
-    from mosaic.cli.progress import compiling
     from mosaic.planner import Planner, Request
 
     if job.model.architecture.parameters < LARGE:
         return []
     model = job.model if job.dtype is None else job.model.with_dtype(job.dtype)
     tokens = len(job.prompt_ids) + job.config.gen_length
-    with compiling() as progress:
-        planner = Planner(
-            model, device=job.device, budget=job.budget, host_budget=job.host_budget,
-            batch_invariant=job.batch_invariant, progress=progress,
-        )  # fmt: skip
-        plan = planner.plan(Request(seq_lens=(tokens,), masked=job.config.gen_length), limit=False)
+    planner = Planner(
+        model, device=job.device, budget=job.budget, host_budget=job.host_budget,
+        batch_invariant=job.batch_invariant,
+    )  # fmt: skip
+    plan = planner.plan(Request(seq_lens=(tokens,), masked=job.config.gen_length), limit=False)
     steps, _ = _totals(job.config, len(job.prompt_ids))
     memory = available_bytes() if planner.device.backend == "cpu" else None
     return outlook(plan, steps or job.config.gen_length, memory=memory) if plan.fits else []
@@ -222,17 +214,15 @@ def _decode(
     import torch
 
     from mosaic.cli.live import Record
-    from mosaic.cli.progress import compiling
     from mosaic.decoding import loop
     from mosaic.runtime.compile import compile
 
     began = time.perf_counter()
     try:
-        with compiling() as progress:
-            opened = compile(
-                job.model, device=job.device, budget=job.budget, host_budget=job.host_budget, dtype=job.dtype,
-                threads=job.threads, batch_invariant=job.batch_invariant, seed=job.config.seed, progress=progress,
-            )  # fmt: skip
+        opened = compile(
+            job.model, device=job.device, budget=job.budget, host_budget=job.host_budget, dtype=job.dtype,
+            threads=job.threads, batch_invariant=job.batch_invariant, seed=job.config.seed,
+        )  # fmt: skip
     except DoesNotFit as misfit:
         raise DoesNotFit(
             f"{job.model.name} takes {format_bytes(misfit.needed_bytes)} for a single token, the budget is "
@@ -343,16 +333,12 @@ def _text(job: _Job, found: Generation, *, terminal: bool) -> str:
     """The final text. An answer in a chat loses the space that templates put before it."""
     from mosaic.viz.canvas_picture import printable
 
-    ids = _ids(found)
+    ids = found.token_ids.tolist()
     if job.tokenizer is None:
         return " ".join(map(str, ids))
     text = job.tokenizer.decode(ids)
     text = text.strip() if job.chat else text
     return printable(text) if terminal else text
-
-
-def _ids(found: Generation) -> list[int]:
-    return [int(token) for token in found.token_ids]
 
 
 def _write(text: str) -> None:
@@ -369,7 +355,7 @@ def _document(job: _Job, found: Generation, record: Record, loaded: float) -> di
         "device": job.device,
         "chat": job.chat,
         "text": None if job.tokenizer is None else _text(job, found, terminal=False),
-        "token_ids": _ids(found),
+        "token_ids": found.token_ids.tolist(),
         "finish": found.finish,
         "prompt_tokens": len(job.prompt_ids),
         "steps": record.steps,

@@ -55,7 +55,7 @@ class Record:
 
     @property
     def tokens_per_second(self) -> float:
-        """Committed tokens, up to the last step: while it runs nobody knows which of them the answer will have."""
+        """Committed tokens a second, up to the last step."""
         return self.rate(sum(step["committed"] for step in self.steps))
 
     def rate(self, tokens: int) -> float:
@@ -80,14 +80,7 @@ class Record:
 class LiveView:
     """Draws the canvas in a terminal, at most twelve times a second, and takes it away in the end.
 
-    Parameters
-    ----------
-    console
-        A terminal.
-    tracker
-        Of the canvas.
-    steps, blocks
-        How many there will be; 0 where nobody knows.
+    `steps` and `blocks` are how many there will be; 0: unknown.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mosaic.cli.output import print_json, results
+from mosaic.cli.output import new_table, print_json, results
 
 __all__ = ["models"]
 
@@ -34,27 +34,12 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON and 
     if as_json:
         print_json(rows)
         return
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1))
-    for column in (
-        "name",
-        "family",
-        "layers",
-        "hidden",
-        "heads",
-        "kv heads",
-        "ffn",
-        "experts",
-        "vocabulary",
-        "weights",
-    ):
-        table.add_column(
-            column, justify="left" if column in ("name", "family") else "right", header_style="dim", no_wrap=True
-        )
+    numbers = ("layers", "hidden", "heads", "kv_heads", "ffn", "experts", "vocabulary")
+    table = new_table("name", "family", *(key.replace("_", " ") for key in numbers), "weights")
+    table.columns[1].justify = "left"
     for row in rows:
-        numbers = (row[key] for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "experts", "vocabulary"))
-        table.add_row(row["name"], row["family"], *(f"{n:,}" for n in numbers), format_bytes(row["weights_bytes"]))
+        shown = (f"{row[key]:,}" for key in numbers)
+        table.add_row(row["name"], row["family"], *shown, format_bytes(row["weights_bytes"]))
     results().print(table)
     results().print(
         "Any checkpoint directory or config.json of these families works too: --model path/to/checkpoint", style="dim"

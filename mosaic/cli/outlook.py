@@ -18,16 +18,14 @@ LONG_S: Final = 60.0
 
 
 def outlook(plan: Plan, steps: int, *, memory: int | None = None) -> list[str]:
-    """Return warnings about a generation whose largest step is planned; none where it is short and fits the machine.
+    """Return warnings about a generation whose largest step is planned; none if it is short and fits the machine.
 
     Parameters
     ----------
-    plan
-        Of a step over prompt and answer.
     steps
-        How many there may be.
+        How many steps there may be.
     memory
-        Bytes that the machine can give, where the plan lives in its memory; None where that is not known.
+        Bytes that the machine can give, if the plan lives in its memory; None: unknown.
 
     Examples
     --------
@@ -43,7 +41,7 @@ def outlook(plan: Plan, steps: int, *, memory: int | None = None) -> list[str]:
         )
     step_s = plan.predicted_step_ms / 1e3
     if step_s * steps > LONG_S:
-        guess = ", by figures that nobody measured here" if plan.document["estimated"] else ""
+        guess = ", by an estimated profile" if plan.document["estimated"] else ""
         found.append(
             f"{plan.model} on {plan.device}: up to {steps:,} steps of {format_seconds(step_s)}, "
             f"{format_seconds(step_s * steps)} in all{guess}; Ctrl-C stops it, --gen-length and --steps shorten it."

@@ -27,8 +27,7 @@ def pack(
     ] = "auto",
     timeout: Annotated[float, typer.Option(help="Seconds, from reading the file to the answer.")] = 60.0,
     capacity: Annotated[
-        str | None,
-        typer.Option(help="Bytes to reach, and to stop at; by default from the file name (A.1048576.csv)."),
+        str | None, typer.Option(help="Bytes to reach, and to stop at; by default from the file name (A.1048576.csv).")
     ] = None,
     inclusive_end: Annotated[
         bool, typer.Option("--inclusive-end", help="Upper ends are last times, as MiniMalloc reads a column 'end'.")

@@ -22,6 +22,7 @@ __all__ = ["plan"]
 
 
 def plan(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Option(help="Preset, checkpoint directory or config.json.", autocompletion=model_names)
     ] = None,
@@ -46,13 +47,7 @@ def plan(
         str, typer.Option(help="Offset solver; see `mosaic pack --solver help`.", autocompletion=solver_names)
     ] = "auto",
     attention: o.Attention = None,
-    k: o.K = None,
-    page: o.Page = None,
-    exact_layers: o.ExactLayers = None,
-    reuse_steps: o.ReuseSteps = None,
-    reuse_change: o.ReuseChange = None,
     eviction: o.Eviction = None,
-    alpha: o.Alpha = None,
     block_cache: o.BlockCache = None,
     rope_scaling: o.RopeScaling = None,
     batch_invariant: o.BatchInvariant = False,
@@ -67,41 +62,12 @@ def plan(
 ) -> None:
     """Plan one denoising step: every byte, the chunks, the predicted time. Exit code 3 when it does not fit."""
     if compare is not None:
-        if any(
-            (
-                model,
-                ctx,
-                seq_lens,
-                masked,
-                mask_ratio,
-                device,
-                budget,
-                host_budget,
-                dtype,
-                out,
-                html,
-                png,
-                trace,
-                snapshot,
-                explain,
-                attention,
-                k,
-                page,
-                exact_layers,
-                reuse_steps,
-                reuse_change,
-                eviction,
-                alpha,
-                block_cache,
-                rope_scaling,
-                batch_invariant,
-            )
-        ):
+        given = {option.name for option in context.command.params if context.params.get(option.name) != option.default}
+        if given - {"compare", "as_json"}:
             raise UsageError("--compare takes two plan files and goes with --json alone.")
         _compare(compare, as_json)
         return
     from mosaic.cli.exports import check_targets, export
-    from mosaic.cli.progress import compiling
     from mosaic.cli.request import read_model, read_request, scaled
     from mosaic.devices import DEFAULT_DEVICE
     from mosaic.planner.advice import misfit
@@ -109,16 +75,12 @@ def plan(
     from mosaic.planner.template import collector_paused
     from mosaic.units import format_bytes
 
-    params = {
-        "attention": attention, "k": k, "page": page, "exact_layers": exact_layers, "reuse_steps": reuse_steps,
-        "reuse_change": reuse_change, "eviction": eviction, "alpha": alpha,
-    }  # fmt: skip
-    policy = o.policy_options("attention", params)
+    policy = _options("attention", attention)
     if policy is not None and (seq_lens, masked, mask_ratio) != (None, None, None):
         raise UsageError(
             "--attention plans a whole block at the end of --ctx; leave --seq-lens, --masked and --mask-ratio out."
         )
-    evicting = o.policy_options("eviction", params)
+    evicting = _options("eviction", eviction)
     if evicting is not None and (masked, mask_ratio) != (None, None):
         raise UsageError("--eviction plans whole blocks; leave --masked and --mask-ratio out.")
     if block_cache is not None and evicting is None:
@@ -127,34 +89,28 @@ def plan(
     check_targets(targets.values())
     described = scaled(read_model(model, dtype), rope_scaling)
     with collector_paused():  # to the end, or what planning has made is looked through while it is shown
-        with compiling() as progress:
-            planner = Planner(
-                described,
-                device=device,
-                budget=budget,
-                host_budget=host_budget,
-                batch_invariant=batch_invariant,
-                progress=progress,
-            )
-            planner.verify_checkpoint()
-            steps = {} if policy is None else requests_of(planner, ctx, policy)
-            run = {name: step for name, step in steps.items() if name != "exact"}
-            if evicting is not None:
-                evicting.check(described.architecture)
-                blocks = run or {"later": block_of(planner, ctx, seq_lens)}
-                cut = {name: cut_of(planner, step, evicting, block_cache) for name, step in blocks.items()}
-                run = {name: step for name, (_, step) in cut.items()}
-            if run:
-                request = next((step for step in run.values() if not planner.fits(step)), run["later"])
-            else:
-                request = read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
-            made = planner.plan(request, solver=solver)
-            reason = None if made.fits else misfit(planner, request, made)
-            if reason is None and policy is not None:
-                others = {name: planner.plan(step, limit=False) for name, step in steps.items()}
-            if reason is None and evicting is not None:
-                whole, evicted = cut["later"]
-                graphs = eviction_figures(planner.plan(whole, limit=False), planner.plans(evicted, limit=False))
+        planner = Planner(
+            described, device=device, budget=budget, host_budget=host_budget, batch_invariant=batch_invariant,
+        )  # fmt: skip
+        planner.verify_checkpoint()
+        steps = {} if policy is None else requests_of(planner, ctx, policy)
+        run = {name: step for name, step in steps.items() if name != "exact"}
+        if evicting is not None:
+            evicting.check(described.architecture)
+            blocks = run or {"later": block_of(planner, ctx, seq_lens)}
+            cut = {name: cut_of(planner, step, evicting, block_cache) for name, step in blocks.items()}
+            run = {name: step for name, (_, step) in cut.items()}
+        if run:
+            request = next((step for step in run.values() if not planner.fits(step)), run["later"])
+        else:
+            request = read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
+        made = planner.plan(request, solver=solver)
+        reason = None if made.fits else misfit(planner, request, made)
+        if reason is None and policy is not None:
+            others = {name: planner.plan(step, limit=False) for name, step in steps.items()}
+        if reason is None and evicting is not None:
+            whole, evicted = cut["later"]
+            graphs = eviction_figures(planner.plan(whole, limit=False), planner.plans(evicted, limit=False))
         if device is None and not as_json:
             note(f"no --device given: planning for the built-in {DEFAULT_DEVICE}.")
         if planner.budget_bytes > planner.device.memory_bytes:
@@ -178,6 +134,15 @@ def plan(
             report_steps(figures(others), policy, described.architecture.block)
         if evicting is not None:
             report_graphs(graphs, evicting)
+
+
+def _options(kind: str, text: str | None) -> Any:
+    """What is asked for of a policy, if anything is: a plan without imports none."""
+    if text is None:
+        return None
+    from mosaic.models.policies.registry import options_of
+
+    return options_of(kind, text)
 
 
 def _report_misfit(made: Plan, reason: Any, as_json: bool, explain: bool) -> None:

@@ -38,14 +38,9 @@ def _headline(document: Mapping[str, Any]) -> RenderableType:
     parts = [f"{format_tokens(dims[name])} {name}" for name in ("tokens", "masked") if name in dims]
     if dims.get("seqs", 1) > 1:
         parts.append(f"{dims['seqs']} sequences")
-    title.append(
-        f": {', '.join(parts)}, {document['dtype']}, on {document['device']}{_estimated(document)}", style="not bold"
-    )
+    estimated = " (estimated profile)" if document["estimated"] else ""
+    title.append(f": {', '.join(parts)}, {document['dtype']}, on {document['device']}{estimated}", style="not bold")
     return title
-
-
-def _estimated(document: Mapping[str, Any]) -> str:
-    return " (estimated profile)" if document["estimated"] else ""
 
 
 def _components(document: Mapping[str, Any]) -> RenderableType:
@@ -64,7 +59,10 @@ def _components(document: Mapping[str, Any]) -> RenderableType:
     total = f"{format_bytes(document['total_bytes'])} of {format_bytes(document['budget_bytes'])}"
     table.add_row(Text("total", style="bold"), Text(total, style="bold"), verdict)
     if document["host_bytes"]:
-        table.add_row("pinned host memory", format_bytes(document["host_bytes"]), _host_note(document))
+        of_host = f"of {format_bytes(document['host_budget_bytes'])}"
+        table.add_row(
+            "pinned host memory", format_bytes(document["host_bytes"]), f"{of_host}: streamed weights and hidden states"
+        )
     return table
 
 
@@ -73,10 +71,6 @@ def _note(document: Mapping[str, Any], label: str) -> str:
         pools = ((pool["name"].removeprefix("state/"), pool) for pool in document["pools"])
         return ", ".join(f"{name} {format_bytes(pool['capacity'])}" for name, pool in pools if name != pool["name"])
     return _workspace_note(document) if label == "workspace" else ""
-
-
-def _host_note(document: Mapping[str, Any]) -> str:
-    return f"of {format_bytes(document['host_budget_bytes'])}: weights and hidden states that are streamed"
 
 
 def _workspace_note(document: Mapping[str, Any]) -> str:

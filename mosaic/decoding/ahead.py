@@ -1,14 +1,12 @@
 """Block diffusion over a canvas on the device: the next step is packed, or launched, before the last one's outcome is known.
 
-Tokens are those of `block_diffusion.decode` on the host. There each step waits for the host to read the last one's decisions
-and to pack them into the next step's inputs. Here steps read their windows from a canvas on the device and write
-their decisions to it, so the next step needs nothing that the host does not know before: which block, and how many tokens
-the schedule commits. All rows of a block are unembedded in each of its steps, as which of them are open is known on the
-device only.
+The tokens equal those of `block_diffusion.decode`. Steps read their windows from a canvas on the device and write their
+decisions to it. So the host knows the next step's inputs beforehand: the block, and how many tokens the schedule commits.
+Each step unembeds all rows of its block, as only the device knows which are open.
 
-If a rule takes any number of tokens, the outcome says whether the block is done. So the next step is one of two: both are packed
-meanwhile. The request's steps so far say which one is likelier, and how doubtful that is. The host launches the next step early
-if the mean doubt of its requests is small (`DOUBT` in session.py). With `ahead=True` the block is taken to go on if it has more
+If a rule takes any number of tokens, the outcome says whether the block is done, and the next step is one of two. Both are
+packed meanwhile. The request's earlier steps say which one is likelier, and how doubtful that is. The host launches the likelier
+step early if the mean doubt of its requests is at most `DOUBT` (session.py). With `ahead=True` the block goes on if it has more
 masks than steps decide on average. A wrong guess costs the request a step that decides nothing; its outcome is not read.
 """
 
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["ahead_shapes", "decode_ahead"]
 
 STAYS: Final = OPEN - 1
-"""Of a window that enters the canvas: a token that is there already."""
+"""In a window that enters the canvas: a token that stays as it is."""
 
 
 def decode_ahead(canvas: Canvas, blocks: Blocks, sampling: Sampling, quotas: Sequence[int], *, exactly: bool) -> Steps:
@@ -47,7 +45,7 @@ def decode_ahead(canvas: Canvas, blocks: Blocks, sampling: Sampling, quotas: Seq
     Parameters
     ----------
     quotas
-        What the steps of a block commit: at least, as their rule may take more, or exactly.
+        Tokens that each step of a block commits: the least number, or with `exactly` the number.
     """
     asked = _Requests(canvas, blocks, sampling, quotas)
     if blocks.prefix:
@@ -79,13 +77,7 @@ def decode_ahead(canvas: Canvas, blocks: Blocks, sampling: Sampling, quotas: Seq
 
 
 class _Requests:
-    """The requests of one canvas. Those that are alike are one object, which is packed once.
-
-    Attributes
-    ----------
-    count
-        Blocks to decode.
-    """
+    """The requests of one canvas over `count` blocks. Equal requests are one object, which is packed once."""
 
     def __init__(self, canvas: Canvas, blocks: Blocks, sampling: Sampling, quotas: Sequence[int]) -> None:
         self._canvas, self._blocks, self._sampling, self._quotas = canvas, blocks, sampling, quotas
@@ -95,7 +87,7 @@ class _Requests:
         self._made: dict[tuple[int, int, Phase, int], StepRequest] = {}
 
     def positions(self, number: int) -> Tensor:
-        """Return the positions of a block that are ever decided, int64."""
+        """Return the positions of a block outside the prompt, int64."""
         start = self._start(number)
         return torch.arange(max(start, self._canvas.prompt_len), start + self._blocks.block)
 
@@ -103,14 +95,9 @@ class _Requests:
         return self._blocks.prefix + number * self._blocks.block
 
     def following(self, number: int, step: int, left: int, expected: int, doubt: float) -> Following:
-        """Return what may come after a step that finds `left` open positions.
+        """Return what may follow a step that finds `left` open positions and is expected to decide `expected` of them.
 
-        Parameters
-        ----------
-        expected
-            Positions that the step is expected to decide, at least its quota.
-        doubt
-            The chance that it does not end the block if that many would, or does if they would not; 0: one of the two is ruled out.
+        `doubt` is the chance of the less likely of two requests; 0 leaves it out.
         """
 
         def within() -> StepRequest:
@@ -123,7 +110,7 @@ class _Requests:
         return Following(tuple(make() for make in (made if doubt else made[:1])), doubt)
 
     def request(self, number: int, step: int, *, later: int = 0) -> StepRequest:
-        """Return the request for a step of a block, which is `later` steps after the one that comes next."""
+        """Return the request for a step of a block, `later` denoising steps after the next one."""
         phase, now = self._phases[step], self._canvas.step + later
         if step == later == 0:
             self._made = {key: made for key, made in self._made.items() if key[0] == number}
@@ -153,13 +140,13 @@ class _Requests:
 
 
 def _step(blocks: Blocks, start: int, number: int, *, unwritten: int = 0) -> BlockStep:
-    """A step of a block, counted from 0: the first one enters the block's tokens into the canvas."""
+    """Describe step `number` of a block; step 0 enters the block's tokens into the canvas."""
     phase = with_parts(blocks.phase, tokens=STAYING if number else ENTERED)
     return blocks.step(start, number, (start - unwritten, start + blocks.block), phase=phase)
 
 
 def ahead_shapes(blocks: Blocks) -> Shapes:
-    """Return the prefill, and of the last block the first step and later ones."""
+    """Return the prefill, and the first and later steps of the last block."""
     block, prefix, length = blocks.block, blocks.prefix, blocks.length
     window, rows = (2 * block, block) if length - prefix > block else (block, length - blocks.prompt_len)
     first, *later = [_step(blocks, prefix, number).phase for number in range(max(blocks.steps, 2))]

@@ -26,11 +26,11 @@ class Algorithm(NamedAlgorithm):
     decode
         Decodes one request: a generator over its canvas that yields a `StepRequest` and gets the `StepResult`.
     shapes
-        The largest steps that a request asks for, from its options, the model, the tokens of the prompt and the number that
-        stands for it in random draws. Their `states` are the rows that the request takes, and that `canvas.rows_of` gives.
-        Rows of keys and values may be left out: the canvas has one for each of its tokens.
+        The largest steps of a request, from its options, the model, the tokens of the prompt and the number that stands for it
+        in random draws. Their `states` are the rows that the request takes and `canvas.rows_of` gives; rows of keys and values
+        are added.
     traits
-        What it takes, and the models that it is for; not given, only the options that all algorithms take, and any model.
+        The options that it takes and the models that it is for; by default the options that all take, and any model.
     """
 
     decode: Callable[[Canvas], Steps]

@@ -10,9 +10,9 @@ from typing import Final
 from mosaic.decoding import block_diffusion, block_editing, dream, fast_dllm, fast_dllm_v2, llada
 from mosaic.decoding.algorithm import Algorithm
 from mosaic.decoding.config import ALGORITHMS, GenerationConfig, resolve
-from mosaic.decoding.sharing import SharedSizes
 from mosaic.models.architecture import Architecture
 from mosaic.models.step import StepSize
+from mosaic.runtime.sharing import SharedSizes
 
 __all__ = ["algorithm_of", "canvas_length", "expected_step", "largest_steps", "shapes", "shared_sizes"]
 
@@ -47,9 +47,7 @@ def shapes(
     architecture: Architecture,
     request_ids: Sequence[int] | None = None,
 ) -> list[StepSize]:
-    """Give the largest steps of a whole generation: none of its steps takes more memory than the largest one given.
-
-    One request that nothing ends early reaches every one of them; several may meet their largest at different times.
+    """Give the largest steps of a whole generation: none of its steps takes more memory than the largest of them.
 
     Examples
     --------
@@ -68,23 +66,14 @@ def shapes(
 def largest_steps(
     config: GenerationConfig, architecture: Architecture, prompt_len: int, request_id: int
 ) -> list[StepSize]:
-    """Return the largest steps of one request, options resolved: each of its steps is at most as large as one of them.
-
-    Its rows of states are those that it takes: of keys and values, for the whole canvas.
-    """
+    """Return the largest steps of one request, options resolved, with the rows of states that it takes until its end."""
     canvas = canvas_length(config, architecture, prompt_len)
     sizes = algorithm_of(config).shapes(config, architecture, prompt_len, request_id)
     return [_of_canvas(size, canvas) for size in sizes if size is not None]
 
 
 def expected_step(config: GenerationConfig, largest: Sequence[StepSize]) -> StepSize | None:
-    """Return a step that is cut of one block of as many requests as its cut expects; None where it expects nothing.
-
-    Parameters
-    ----------
-    largest
-        The largest steps of one request.
-    """
+    """Return a cut step of one block of as many requests as its cut expects, or None, by one request's largest steps."""
     found = [(size, size.phase.cut.expects) for size in largest if size.phase.cut is not None]
     if not found or not found[-1][1]:
         return None

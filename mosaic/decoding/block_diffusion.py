@@ -1,5 +1,4 @@
-"""Block diffusion as of SDAR (JetAstra/SDAR, generate.py) and LLaDA2.0: blocks in order, each denoised over the exact keys of those
-before it.
+"""Block diffusion of SDAR (JetAstra/SDAR, generate.py) and LLaDA2.0: blocks in order, each over the exact keys of earlier blocks.
 
 The prompt's whole blocks are prefilled; its tail is part of the first block that is generated. The original runs one
 more pass over a finished block, to write the keys and values of its final tokens. Here the first step of the next block
@@ -58,14 +57,14 @@ def decode(canvas: Canvas) -> Steps:
 
 
 def _denoise_block(canvas: Canvas, blocks: Blocks, start: int, quotas: list[int], *, unwritten: int) -> Steps:
-    """Denoise a block until no mask is left in it, or none that matters.
+    """Denoise a block until it has no mask or the answer is complete.
 
     Parameters
     ----------
     quotas
-        What its steps commit; those beyond, where tokens that were dropped are left, as much as the last.
+        Tokens that each step commits; further steps, for tokens that were dropped, commit as many as the last.
     unwritten
-        Tokens before the block whose keys and values are not those of their final tokens yet.
+        Tokens before the block whose final keys and values are not written yet.
     """
     config, sampling, end = canvas.config, _sampling(canvas.config), start + blocks.block
     first = start - unwritten

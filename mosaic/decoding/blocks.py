@@ -1,7 +1,7 @@
 """The steps of one request in blocks, as its policies make them: largest sizes and requests come from one description.
 
-An algorithm says which block, which window and what is decided. Policies change the phase, say what else a request has to say,
-and take note of outcomes.
+An algorithm names the block, the window and the positions to decide. Policies change the phase, add values to the request and
+note outcomes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ class Blocks:
 
     Parameters
     ----------
-    config, arch
-        The request's options, resolved, and its model's sizes.
-    prompt_len
-        Tokens of the prompt.
+    config
+        The request's options, resolved.
     phase
         The kind of step that denoises a block, without policies.
 
@@ -60,16 +58,9 @@ class Blocks:
         self, start: int, number: int, window: tuple[int, int], *, key_len: int = 0, phase: Phase | None = None,
         writes: bool = False,
     ) -> BlockStep:  # fmt: skip
-        """Describe a step of the block at `start`, of which there were `number` so far, that forwards a window.
+        """Describe step `number` of the block at `start`, which forwards a window and sees `key_len` keys (0: to its end).
 
-        Parameters
-        ----------
-        key_len
-            Keys that it sees; 0: as many as the window's end.
-        phase
-            Without policies, if it is another one.
-        writes
-            It writes the keys of final tokens.
+        `phase` replaces the phase without policies; with `writes` it writes the keys of final tokens.
         """
         step = BlockStep(
             start=start, end=start + self.block, number=number, steps=self.steps, window=window, writes=writes,
@@ -86,7 +77,7 @@ class Blocks:
         return self.step(start, 0, (start, end), phase=phase, writes=True)
 
     def phases(self) -> list[Phase]:
-        """Return the phases of a block's steps, each once, in the order in which they come."""
+        """Return the phases of a block's steps in their order, each once."""
         window = (self.prefix, self.prefix + self.block)
         return [*dict.fromkeys(self.step(self.prefix, number, window).phase for number in range(self.steps))]
 
@@ -106,7 +97,7 @@ class Blocks:
         )
 
     def take(self, canvas: Canvas, step: BlockStep, result: StepResult) -> None:
-        """Take an outcome: policies note it, but of steps that write final keys, and the canvas has what was decided."""
+        """Take an outcome into the canvas; policies note it unless the step wrote final keys."""
         for policy in () if step.writes else self._policies:
             policy.take(step, canvas, result)
         canvas.take(step.positions, result)

@@ -44,7 +44,7 @@ __all__ = [
 
 Steps: TypeAlias = Generator[StepRequest, StepResult, None]
 Shapes: TypeAlias = Sequence[StepSize | None]
-"""The largest steps of one request; the same entries of all requests of a batch are packed together."""
+"""The largest steps of one request; entry i of all requests of a batch is packed together."""
 Positions: TypeAlias = Tensor | NDArray[np.int64]
 """int64 [M], on the host."""
 COMMIT: Final = Phase(cache=KEPT, head=NO_HEAD)
@@ -94,9 +94,9 @@ class Decision:
 
 
 class Following(NamedTuple):
-    """What a request may ask for next, before the outcome of its step is known: the likeliest first, None where that is nothing.
+    """What a request may ask for next before the outcome of its step is known: the likeliest first, None if it would end.
 
-    `doubt` is the chance that it is not the first one. Without any, nothing is known.
+    `doubt` is the chance that the first entry is wrong. Without entries nothing is known.
     """
 
     requests: tuple[StepRequest | None, ...] = ()
@@ -133,10 +133,10 @@ class Canvas:
     confidence
         float32 [N], the score that a token was committed by; 0 where masked, 1 in the prompt.
     token_array, mask_array, confidence_array
-        `tokens`, `masked` and `confidence` as NumPy arrays of the same memory. The device waits while the host looks at outcomes,
-        and NumPy handles a few elements in a fraction of the time that PyTorch takes.
+        `tokens`, `masked` and `confidence` as NumPy arrays of the same memory: NumPy handles a few elements in a fraction of
+        PyTorch's time, and the device waits meanwhile.
     step
-        Denoising steps so far, those included that decide nothing and are not run.
+        Denoising steps so far, with scheduled steps that decide nothing and are not run.
     block
         The block being decoded, counted from 0.
     settled
@@ -144,7 +144,7 @@ class Canvas:
     last
         What the last step decided.
     following
-        Gives what may be asked for next; it is called while the step runs that is asked for now.
+        Gives what may be asked for next; called while the present step runs.
     """
 
     prompt: Tensor
@@ -239,7 +239,7 @@ class Canvas:
         Raises
         ------
         UsageError
-            If they do not: nobody has counted on them.
+            If they do not, as no plan has counted them.
         """
         self.reserve()
         if state not in self._held:
@@ -251,8 +251,7 @@ class Canvas:
         return self._held[state]
 
     def reserve(self) -> None:
-        """Take the rows of all states at once, if that has not been done: they are planned for anyway, and one plan, and one
-        captured graph, then serves every step of a kind."""
+        """Take the rows of all states, once: so one plan and one captured graph serve every step of a kind."""
         for state, count in () if self._held else self.demand.items():
             self._held[state] = self.open_state(state)
             self._held[state].reserve(count)
@@ -315,11 +314,11 @@ class Canvas:
         )
 
     def fill(self, start: int, end: int, phase: Phase = COMMIT, **given: Any) -> StepRequest:
-        """Make the request that writes the keys and values of [start, end): a prefill, or the commit of a block; as `ask` does."""
+        """Make the request that writes keys and values of [start, end), a prefill or the commit of a block; as `ask`."""
         return self.ask(phase, torch.empty(0, dtype=torch.int64), window=(start, end), **given)
 
     def take(self, positions: Positions, result: StepResult, committed: Tensor | None = None) -> None:
-        """Write what a step has committed of the positions that it was asked to decide: bool [n], the result's own if not given."""
+        """Write what a step committed of the positions that it decides; `committed`, bool [n], is the result's by default."""
         rows = (result.array("committed") if committed is None else committed.numpy()).nonzero()[0]
         taken = as_array(positions)[rows]
         tokens, scores = result.array("chosen")[rows], result.array("score")[rows]
@@ -327,9 +326,7 @@ class Canvas:
         self.mask_array[taken] = False
         self.confidence_array[taken] = scores
         self.last = Decision(
-            positions=torch.from_numpy(taken),
-            token_ids=torch.from_numpy(tokens),
-            confidence=torch.from_numpy(scores),
+            positions=torch.from_numpy(taken), token_ids=torch.from_numpy(tokens), confidence=torch.from_numpy(scores)
         )
         self.step += 1
 
@@ -342,10 +339,7 @@ def as_array(positions: Positions) -> NDArray[np.int64]:
 def cached_shape(
     phase: Phase, tokens: int, key_len: int, rows: int = 0, *, states: Mapping[State, int] | None = None
 ) -> StepSize | None:
-    """Return the size of one request's cached step; None where there are no tokens, as for a prompt shorter than a block.
-
-    `states` are rows of other states than those of keys and values.
-    """
+    """Return the size of one request's cached step, or None without tokens; `states` are rows of states besides keys and values."""
     if tokens <= 0:
         return None
     return StepSize(phase=phase, windows=(tokens,), keys=(key_len,), rows=rows, states=states or {})

@@ -37,7 +37,7 @@ REMASKING: Final = ("low_confidence", "random", "sequential", "low_confidence_st
 ALGS: Final = ("origin", "maskgit_plus", "topk_margin", "entropy")
 CACHES: Final = ("prefix", "dual")
 FINE_STEPS: Final = 4096
-"""Dream's time is cut into as many steps at most, or as many as there are tokens: each takes the host a draw or a count."""
+"""Most steps of Dream for fewer tokens than this: each step takes the host a draw or a count."""
 _COMMON: Final = frozenset({"algorithm", "gen_length", "temperature", "seed", "stop_at_eos"})
 _COMPUTING: Final = frozenset({"eviction", "block_cache", "block_commit"})
 
@@ -69,7 +69,7 @@ class Traits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedAlgorithm:
-    """What options have to know of an algorithm of a user's own, an `Algorithm`."""
+    """Name and traits of an algorithm; `Algorithm` adds how it decodes."""
 
     name: str
     traits: Traits = Traits()
@@ -126,23 +126,23 @@ class GenerationConfig:
         "exact-ends"; or what is attended to of a prefix kept for several steps, a `PrefixReuse` or "flashblock"; or both, such as
         "mage+flashblock"; options may follow, such as "mage:k=1024:every=8" (sdar, llada2, fast-dllm-v2). None: exact.
     eviction
-        Tokens that are unlikely to be decided are dropped after two layers, an `Eviction` or a preset's name: "focus",
-        "focus-public" (sdar, llada2, fast-dllm-v2; fast-dllm and llada with cache "dual"). None: all are computed. A block may
-        then take more than `steps`.
+        Drops tokens after two layers that are unlikely to be decided: an `Eviction` or a preset's name, "focus" or
+        "focus-public" (sdar, llada2, fast-dllm-v2; fast-dllm and llada with cache "dual"). None: all are computed. With it a
+        block may take more than `steps`.
     block_cache
-        Within a block, decided tokens are computed no more: "dc" after one step more, "dc+" once their right neighbour has
-        been decided as long, too (sdar, llada2, fast-dllm-v2). None: the whole block is computed in each step.
+        Leaves decided tokens of a block out of its later steps: "dc" one step after they were decided, "dc+" when their right
+        neighbour has been decided for a step, too (sdar, llada2, fast-dllm-v2). None: each step computes the whole block.
     block_commit
-        With `block_cache`, the keys of a finished block: "exact", those of its final tokens, or "cached", where tokens are
-        computed no more those of then. Either way the first step of the next block writes what is left to write, but with
-        "cached" and an eviction whose `reach` is "step" a step of its own does.
+        With `block_cache`, the keys of a finished block: "exact" are those of its final tokens, "cached" those of each token's
+        last computation. The first step of the next block writes them; with "cached" and an eviction of `reach` "step" a step
+        of its own does.
     stop_at_eos
         End at the first end-of-sequence token.
     ahead
-        Where tokens are while they are decoded (sdar, llada2); the answer is the same. None: on the device, where they can be.
-        The next step is packed while one runs. It is launched before that one's outcome is read where the schedule alone says
-        which it is, or the request's steps so far leave little doubt. True: wherever the mean of its steps so far says that the
-        block goes on, so that more steps are launched in vain. False: on the host.
+        Where tokens are while they are decoded (sdar, llada2); the answer is the same. None: on the device if possible. The
+        next step is launched before the outcome of the last one is read, if the schedule or the request's earlier steps leave
+        little doubt about it. True: it is launched whenever the block goes on by the mean of earlier steps, so more steps
+        are launched in vain. False: on the host.
 
     Raises
     ------
@@ -377,9 +377,9 @@ def resolve(config: GenerationConfig, architecture: Architecture) -> GenerationC
 
 
 def _waits(config: GenerationConfig, architecture: Architecture) -> str:
-    """Why a step cannot be asked for before the outcome of the one before it: the reason of the last policy that has one.
+    """Why a step has to wait for the outcome of the one before it: the reason of the last policy that has one, or "".
 
-    Policies are made once, and asked for the phase of a first step, so that policies that do not go together are refused.
+    The policies make the phase of a first step, so that policies that do not go together are refused.
     """
     policies = policies_of(config, architecture)
     phase, step = (
@@ -420,7 +420,7 @@ def _lengths(name: str, config: GenerationConfig, architecture: Architecture) ->
 
 
 def _own_block(config: GenerationConfig, architecture: Architecture) -> int:
-    """The longest block that the checkpoint asks for, and that gen_length and steps divide into; else one block."""
+    """The longest block, at most the checkpoint's, that divides gen_length, with a number of blocks that divides the steps."""
     fitting = (
         block
         for block in range(min(architecture.decode_block, config.gen_length), 0, -1)
@@ -446,7 +446,7 @@ def _check_canvas(config: GenerationConfig, architecture: Architecture) -> None:
     most = max(FINE_STEPS, config.gen_length)
     if config.algorithm == "dream" and config.steps is not None and config.steps > most:
         raise UsageError(
-            f"steps is {config.steps} for {config.gen_length} tokens, so next to none of them decides any; use at most {most}."
+            f"steps is {config.steps} for {config.gen_length} tokens, so nearly every step would decide none; use at most {most}."
         )
     if config.cache and config.cfg_scale:
         raise UsageError(f"cfg_scale {config.cfg_scale} needs whole sequences; leave out cache '{config.cache}'.")

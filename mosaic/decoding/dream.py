@@ -61,40 +61,29 @@ def _origin(config: GenerationConfig, request: int, prompt_len: int) -> Iterator
         yield (config.steps or 1) - 1, left
 
 
-def _ranked(config: GenerationConfig, canvas: Canvas) -> Iterator[tuple[int, int]]:
-    """How many positions are decided at which step, but for none."""
+def _ranked(config: GenerationConfig, canvas: Canvas) -> Iterator[tuple[int, Tensor, int]]:
+    """The open positions of each step that decides any, and how many it decides."""
     for step, share in enumerate(_shares(config)):
-        quota = int(int(canvas.masked.sum()) * share)
-        if quota:
-            yield step, quota
+        if quota := int(int(canvas.masked.sum()) * share):
+            yield step, canvas.open_rows(0, canvas.length), quota
     if canvas.masked.any():
-        yield (config.steps or 1) - 1, int(canvas.masked.sum())
+        left = canvas.open_rows(0, canvas.length)
+        yield (config.steps or 1) - 1, left, len(left)
 
 
 def decode(canvas: Canvas) -> Steps:
     """Decode one request."""
     config = canvas.config
     phase, sampling = _phase(config), _sampling(config)
+    steps = _ranked(config, canvas)
     if config.alg == "origin":
-        for step, positions in _origin(config, canvas.request, canvas.prompt_len):
-            canvas.step = step
-            result = yield canvas.ask(
-                phase, positions, window=(0, canvas.length), sampling=sampling, quota=len(positions)
-            )
-            canvas.take(positions, result)
-            if canvas.finished:
-                return
-        return
-    for step, quota in _ranked(config, canvas):
+        drawn = _origin(config, canvas.request, canvas.prompt_len)
+        steps = ((step, positions, len(positions)) for step, positions in drawn)
+    noise = 0.0 if config.alg == "origin" else config.alg_temp or 0.0
+    for step, positions, quota in steps:
         canvas.step = step
-        positions = canvas.open_rows(0, canvas.length)
         result = yield canvas.ask(
-            phase,
-            positions,
-            window=(0, canvas.length),
-            sampling=sampling,
-            quota=quota,
-            score_temperature=config.alg_temp or 0.0,
+            phase, positions, window=(0, canvas.length), sampling=sampling, quota=quota, score_temperature=noise
         )
         canvas.take(positions, result)
         if canvas.finished:

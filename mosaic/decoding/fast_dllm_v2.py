@@ -1,9 +1,9 @@
 """Fast-dLLM v2 (v2/generation_functions.py): block diffusion on a shifted model, each block by small blocks from the left.
 
-Row i-1 predicts position i, so the last row of a finished block predicts the first token of the next one: the pass that
-writes a block's keys and values also decides that token, greedily. So no window ever needs the row before it. Where blocks are
-decoded greedily, too, that pass is a step like theirs, and shares one with requests that are in a block. With cache
-`dual`, once a small block's first token is known, only the small block is forwarded, over the block's keys as they were.
+Row i-1 predicts position i. So the pass that writes a block's keys and values also decides the first token of the next block,
+greedily, and no window needs the row before it. If blocks are decoded greedily, too, that pass shares steps with requests
+inside a block. With cache `dual`, once a small block's first token is known, only the small block is forwarded, over the
+block's keys as they were.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ def _blocks(config: GenerationConfig, arch: Architecture, prompt_len: int) -> Bl
 
 
 def _closing(blocks: Blocks, config: GenerationConfig, start: int, end: int) -> BlockStep:
-    """Describe the step that follows a finished block, as a first one of the block that comes next.
-
-    It is like those of blocks where these are greedy and all of their rows attend to all keys.
-    """
+    """Describe the step after a finished block: a first step of the next block if steps are greedy and attend to all keys."""
     alike = not config.temperature and all(found.cache == KEPT and found.cut is None for found in blocks.phases())
     return blocks.step(end, 0, (start, end), key_len=end) if alike else blocks.writing(start, end, _NEXT)
 
@@ -51,7 +48,7 @@ def _predict(canvas: Canvas, blocks: Blocks, step: BlockStep) -> Steps:
 
 
 def decode(canvas: Canvas) -> Steps:
-    """Decode one request; no other request affects which windows it forwards."""
+    """Decode one request."""
     config = canvas.config
     blocks = _blocks(config, canvas.architecture, canvas.prompt_len)
     block, prefix = blocks.block, blocks.prefix

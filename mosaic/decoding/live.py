@@ -1,4 +1,4 @@
-"""Live requests: what is submitted, what runs for it, and what comes of it."""
+"""A request: as it is submitted, while it is live, and its generation."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Generation:
     confidence
         float32 [n], the score that each token was committed by.
     finish
-        "eos", "length", "cancelled", or "failed" where the algorithm raised an error. Of a request that was cancelled or
-        failed, the tokens are the ones that were final by then.
+        "eos", "length", "cancelled", or "failed" if the algorithm raised an error. A request that was cancelled or failed has
+        the tokens that were final by then.
     steps
         Steps that were run for it, prefill and commits included.
     text
-        The answer as text, where the prompt was text.
+        The answer as text, if the prompt was text.
     """
 
     prompt_ids: Tensor
@@ -69,8 +69,8 @@ class Submission:
     config
         As given by the caller; what it leaves out is the algorithm's own.
     request_id
-        The number that stands for the request in random draws: with the same one a request draws the same tokens, alone
-        or beside others. None: its place among all that the session was given.
+        The number that stands for the request in random draws: with the same number it draws the same tokens, alone or
+        beside others. None: its place among all requests of the session.
     streamer
         Is fed the answer as it becomes final.
     on_step
@@ -79,7 +79,7 @@ class Submission:
     Raises
     ------
     UsageError
-        If one of them is something else; of the prompt, a session says.
+        If one of them is something else; a session checks the prompt.
     """
 
     prompt: Prompt
@@ -106,12 +106,12 @@ class Submission:
 
 
 class LiveRequest:
-    """One request of a session: its canvas, its algorithm, what that waits for, and what has been shown.
+    """One request of a session: its canvas, its algorithm, the step it waits for, and what has been shown.
 
     Attributes
     ----------
     number
-        Its place among all requests that the session was given.
+        Its place among all requests of the session.
     generation
         The outcome; None while the request is live.
     steps
@@ -143,11 +143,11 @@ class LiveRequest:
 
     @property
     def config(self) -> GenerationConfig:
-        """The options, with the defaults of any that were left out."""
+        """The options, resolved."""
         return self._canvas.config
 
     def following(self) -> Following:
-        """Return what it may ask for next, as far as that is known before the outcome of `pending`: as for `Canvas`."""
+        """Return what it may ask for before the outcome of `pending` is known; as for `Canvas`."""
         return self._canvas.following()
 
     def begin(self) -> None:
@@ -166,7 +166,7 @@ class LiveRequest:
             self._show()
 
     def take(self, result: StepResult) -> Step:
-        """Go on with an outcome, to the next step or the end. Where the algorithm raises, the request has failed."""
+        """Go on with an outcome, to the next step or the end. If the algorithm raises, the request has failed."""
         assert self.pending is not None
         canvas, phase = self._canvas, self.pending.phase
         canvas.last, canvas.following = None, Following
@@ -192,11 +192,11 @@ class LiveRequest:
                 with interrupts_let_through():
                     self._submission.on_step(step)
         finally:
-            if not (going and self.pending is None):  # the callback may have cancelled the request, which shows its end
+            if not (going and self.pending is None):  # unless the callback has cancelled it: that has shown its end
                 self._show()
 
     def end(self, early: Literal["cancelled", "failed"] | None = None) -> None:
-        """Give back what it holds, and say what came of it; a streamer is told where nothing else will tell it."""
+        """Give back its rows and make its generation; an early end is also shown to the streamer."""
         canvas = self._canvas
         self.pending = None
         answer = slice(canvas.prompt_len, self._final)
@@ -207,7 +207,7 @@ class LiveRequest:
             finish=early or ("length" if canvas.eos is None else "eos"),
             steps=self.steps,
         )
-        with ExitStack() as leaving:  # whatever an algorithm of a user's own, or a streamer, raises
+        with ExitStack() as leaving:  # all of it, also if a user's algorithm or streamer raises
             if early is not None:
                 leaving.callback(self._show)
             leaving.callback(canvas.close)
@@ -237,7 +237,7 @@ class LiveRequest:
         )
 
     def _show(self) -> None:
-        """Feed the streamer what is new; its end, though it raises."""
+        """Feed the streamer new text, and its end, even if it raises."""
         canvas, streamer = self._canvas, self._submission.streamer
         if streamer is None:
             return

@@ -24,12 +24,7 @@ def row_keys(seed: int, request: int, step: int, positions: Tensor) -> Tensor:
     key = f(f(f(f(seed) ^ request) ^ step) ^ position), f(x) the finaliser of splitmix64 (Steele, Lea, Flood 2014) of
     x + 0x9E3779B97F4A7C15, everything modulo 2^64.
 
-    Parameters
-    ----------
-    seed, request, step
-        Integers, taken modulo 2^64.
-    positions
-        int64 [M], positions in the request's canvas.
+    `positions`, int64 [M], are in the request's canvas; `seed`, `request` and `step` are taken modulo 2^64.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Prompts: what a model and the options of a generation take, and what is refused before anything runs."""
+"""Prompts: text, token ids or conversations as token ids, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _INTEGERS: Final = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32,
 
 
 def is_text(prompt: Any) -> bool:
-    """Return whether a prompt is text or a conversation, for which there has to be a tokenizer."""
+    """Return whether a prompt is text or a conversation, which need a tokenizer."""
     return isinstance(prompt, str) or (_is_list(prompt) and any(isinstance(one, Mapping) for one in prompt))
 
 
@@ -44,12 +44,12 @@ def listed(prompts: Any) -> list[Any]:
 
 
 def token_ids(prompt: Any, tokenizer: Callable[[], Tokenizer], *, which: str) -> Tensor:
-    """Return the token ids of a prompt, [P]; those of a tensor are not looked at.
+    """Return the token ids of a prompt, [P]; `check_prompt` checks their values.
 
     Parameters
     ----------
     tokenizer
-        Gives the tokenizer, where there is text.
+        Gives the tokenizer for text.
     which
         What errors call the prompt.
 
@@ -91,12 +91,7 @@ def is_integer(value: Any) -> bool:
 
 
 def check_prompt(prompt: Tensor, config: GenerationConfig, arch: Architecture, *, which: str = "the prompt") -> None:
-    """Check a prompt, int64 [P], against options that are resolved, and the model.
-
-    Parameters
-    ----------
-    which
-        What errors call it.
+    """Check a prompt, int64 [P], against resolved options and the model; errors call it `which`.
 
     Raises
     ------

@@ -1,11 +1,11 @@
 """Sessions: requests of one model, submitted and cancelled at any time, advanced by steps that they share.
 
-Requests share nothing but the steps, so each gets the tokens that it would get alone. Requests of one phase and one way of
-sampling are a group, and share a step. Groups take turns, the one that has waited longest first. A request is either
-refused when it is submitted, or it runs to its end: what is admitted fits in every future step, beside other sessions of its model.
+Requests share nothing but steps, so each gets the tokens that it would get alone. Requests of one phase and one way of
+sampling form a group and share a step. The group that has waited longest runs next. A request is refused when it is
+submitted, or it runs to its end: each of its steps fits beside all live requests of its model's sessions.
 
-If the host decides what a step is asked next, a device would wait for it. A group with enough tokens for two busy steps is run by
-two crews in turn: while the host gives one its outcomes and packs its next step, the device runs that of the other.
+If the host decides what a step asks, the device would wait for the host. A group with tokens for two busy steps is split into
+two crews: the device runs a step of one crew while the host takes the outcomes of the other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from mosaic.decoding.canvas import Canvas
 from mosaic.decoding.config import GenerationConfig, resolve, uncut, with_options
 from mosaic.decoding.live import LiveRequest, Submission
 from mosaic.decoding.prompts import Prompt, check_prompt, is_integer, is_text, token_ids
-from mosaic.decoding.sharing import SharedSizes
 from mosaic.decoding.streaming import OnStep, Step, Streamer
 from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.errors import UsageError
@@ -38,28 +37,23 @@ from mosaic.runtime.range_pool import ClosesOnExit
 
 if TYPE_CHECKING:
     from mosaic.models.state import State
-    from mosaic.runtime.launched import Launched
-    from mosaic.runtime.steps import StepRequest, StepResult, StepRunner
+    from mosaic.runtime.steps import Outcome, StepRequest, StepResult, StepRunner
 
 __all__ = ["CREW_TOKENS", "DOUBT", "Session"]
 
 DOUBT: Final = 1 / 17
-"""Share of a step's requests that may be in it in vain. A step in vain costs a request one step; waiting for outcomes costs all of
-them about a sixteenth of one (H200, SDAR-8B, one request), and more with many requests."""
+"""Share of a step's requests that may be in it in vain. A step in vain costs a request one step. Waiting for outcomes costs every
+request about a sixteenth of a step (H200, SDAR-8B, one request), and more with many requests."""
 CREW_TOKENS: Final = 512
-"""Fewest tokens of a step that is worth a crew: with fewer, products take as long as reading their weights does."""
+"""Fewest tokens of a crew's step: with fewer, a product takes as long as reading its weights."""
 EXPERTS: Final = 4
-"""`CREW_TOKENS` times this, if a feed-forward has experts: each of two steps reads nearly all of them, which is worth it if the
-host takes as long for a crew."""
+"""`CREW_TOKENS` grows by this factor if a feed-forward has experts, as each of two steps reads nearly all of them."""
 
 _log = logging.getLogger(__name__)
-_SESSIONS: Final[WeakValueDictionary[int, WeakSet[Session]]] = WeakValueDictionary()
-"""Of each model, by its id: what one of them admits must leave room for the steps of the others. A session holds its model, so no
-other one gets its id while an entry lives."""
 
 
 class _Described(NamedTuple):
-    """A request before it is live: its token ids, its options whole, the positions of its canvas, and its largest steps."""
+    """A request before it is live: token ids, resolved options, positions of its canvas, largest steps."""
 
     submission: Submission
     prompt: Tensor
@@ -77,16 +71,16 @@ class _Asked(NamedTuple):
     """What live requests asked for, and the step that was launched for it."""
 
     requests: list[StepRequest]
-    launched: Launched
+    launched: Outcome
     cut: bool
 
     def proceed(self) -> None:
-        """Let it go on, if it is of two graphs, and the device has come to where the host says how large the second is."""
+        """Launch the second graph of a cut step if the device has counted its rows."""
         if self.cut:
             self.launched.proceed()
 
     def settle(self) -> None:
-        """The same, and wait for it: the device would, once it has come there."""
+        """Wait for the count of a cut step and launch its second graph."""
         if self.cut:
             self.launched.settle()
 
@@ -123,18 +117,16 @@ class Session(ClosesOnExit):
             raise UsageError(f"a session is of a compiled model, got {type(runner).__name__}.")
         self._runner = runner
         self._live: dict[LiveRequest, None] = {}
-        self._given = WeakSet[LiveRequest]()  # those that have ended, too
-        self._shared = SharedSizes()  # of those that are live
-        self._launched: list[_Asked] = []  # in order: those whose outcomes requests do not have yet
+        self._given = WeakSet[LiveRequest]()  # live and ended requests
+        self._launched: list[_Asked] = []  # in order, until their outcomes are given
         self.launched_in_vain = 0
-        """Steps that were launched ahead, and whose outcome nobody waited for."""
+        """Steps that were launched ahead and whose outcomes no request took."""
         self._untold: list[Step] = []  # of calls of `advance` that raised
         self._submitted = self._turns = 0
         self._closed = self._giving = False
         self._read: Tokenizer | None = None
         with runner.exclusive():
-            self._sessions = _SESSIONS.setdefault(id(runner), WeakSet())
-            self._sessions.add(self)
+            self._shared = runner.sharing()
 
     @property
     def live(self) -> tuple[LiveRequest, ...]:
@@ -156,16 +148,7 @@ class Session(ClosesOnExit):
         on_step: OnStep | None = None,
         **options: Any,
     ) -> LiveRequest:
-        """Add a request. Nothing runs before `advance`.
-
-        Parameters
-        ----------
-        prompt
-            Text, token ids [P] or a conversation.
-        config
-            How to generate; `options` are its fields by name, and come before it.
-        request_id, streamer, on_step
-            As for `Submission`.
+        """Add a request, described as in `Submission`; `options` are fields of its config by name. Nothing runs before `advance`.
 
         Raises
         ------
@@ -193,12 +176,12 @@ class Session(ClosesOnExit):
                 for request in started:
                     withdrawing.callback(self.cancel, request)
                     self._start(request)
-                raise_pending()  # who is interrupted is given no request
+                raise_pending()  # an interrupted caller gets no request
                 withdrawing.pop_all()
             return started
 
     def _described(self, submissions: Sequence[Submission]) -> list[_Described]:
-        """What requests will be: options whole, prompts checked, sizes known."""
+        """Check submissions and describe their requests."""
         if self._closed:
             raise UsageError("the session is closed: open another one.")
         if not isinstance(submissions, list | tuple):
@@ -226,7 +209,7 @@ class Session(ClosesOnExit):
         return found
 
     def _of_options(self, submission: Submission, prompt: Tensor, config: GenerationConfig) -> _Described:
-        """What a request will be by these options."""
+        """Describe a request by resolved options."""
         arch, tokens = self._runner.architecture, prompt.numel()
         largest = largest_steps(config, arch, tokens, submission.request_id or 0)
         return _Described(submission, prompt, config, canvas_length(config, arch, tokens), largest)
@@ -245,21 +228,18 @@ class Session(ClosesOnExit):
         return self._read
 
     def _asked(self, more: Sequence[_Described]) -> tuple[list[StepSize], Counter[State]]:
-        """The largest steps that the live requests and these may come to share, and the rows that these take."""
+        """The largest steps that live requests and `more` may share, and the rows that `more` take."""
         rows: Counter[State] = Counter()
         for described in more:
             rows.update(described.demand)
-        sizes = self._shared.beside([described.largest for described in more])
-        if rows:  # which stand beside the steps of the model's other sessions, too
-            sizes += [size for other in self._sessions if other is not self for size in other._shared.beside([])]
-        return sizes, rows
+        return self._shared.beside([described.largest for described in more]), rows
 
     def _has_room(self, sizes: Sequence[StepSize], rows: Mapping[State, int]) -> bool:
         """Whether each of the steps fits, with these rows taken."""
         return not sizes or self._runner.admits(sizes, more=rows)
 
     def _made(self, described: _Described) -> LiveRequest:
-        """A live request that has asked for nothing so far."""
+        """Make a live request that has asked for no step yet."""
         canvas = Canvas(
             prompt=described.prompt.to("cpu", torch.int64),
             config=described.config,
@@ -276,7 +256,7 @@ class Session(ClosesOnExit):
         return request
 
     def _start(self, request: LiveRequest) -> None:
-        """Take the rows that were counted on, so that nobody else gets them meanwhile, and have it ask for its first step."""
+        """Take the request's rows and let it ask for its first step."""
         self._given.add(request)
         self._live[request] = None
         self._shared.add(request, request.largest)
@@ -285,7 +265,7 @@ class Session(ClosesOnExit):
             self._forget(request)
 
     def _forget(self, request: LiveRequest) -> bool:
-        """Take a request that ends from the live ones; False if it was not live."""
+        """Remove a request from the live ones; False if it was not live."""
         if request not in self._live:
             return False
         self._shared.remove(request)
@@ -293,10 +273,10 @@ class Session(ClosesOnExit):
         return True
 
     def advance(self, steps: int = 1) -> list[Step]:
-        """Run steps, each for the group of requests that has waited longest; fewer, where nothing is left to do.
+        """Run up to `steps` steps, each for the group that has waited longest.
 
-        Where a callback raises, its request goes on with the next call. Where an algorithm raises, its request has ended as
-        "failed". What steps did before an error is returned by the next call, and never lost.
+        If a callback raises, its request goes on with the next call. If an algorithm raises, its request ends as "failed". The
+        next call returns what steps did before an error.
 
         Returns
         -------
@@ -321,10 +301,10 @@ class Session(ClosesOnExit):
                         group, results, launched = self._next_results()
                     if not group:
                         break
-                    if launched:  # not before: a canvas on the device has the outcome, so the step cannot run again
+                    if launched:  # the outcome is in: a canvas on the device has it, and the step cannot run again
                         del self._launched[0]
                     self._turns += 1
-                    self._giving = True  # others of the group wait for outcomes that are there
+                    self._giving = True
                     try:
                         self._give(group, results, done)
                     finally:
@@ -337,7 +317,7 @@ class Session(ClosesOnExit):
     def _give(self, group: Sequence[LiveRequest], results: Sequence[StepResult], done: list[Step]) -> None:
         """Give each request its outcome, unless a callback has cancelled it, and list what was done.
 
-        Where a callback raises, the others still get theirs: a canvas on the device has it.
+        All requests get their outcomes, also after a callback has raised; the first error is raised then.
         """
         raised = list[BaseException]()
         for request, result in zip(group, results, strict=True):
@@ -360,8 +340,10 @@ class Session(ClosesOnExit):
             raise raised[0]
 
     def _next_results(self) -> tuple[list[LiveRequest], list[StepResult], bool]:
-        """The outcomes of the next step, whose they are, and whether it is the first of those that were launched; the one after
-        it is launched before they are waited for."""
+        """Requests of the next step, their outcomes, and whether the step had been launched.
+
+        The step after it is launched before the outcomes are waited for.
+        """
         while self._launched and not self._waiting_for(self._launched[0]):
             self.launched_in_vain += 1
             del self._launched[0]
@@ -380,10 +362,10 @@ class Session(ClosesOnExit):
         return group, [results[place] for place, _ in waiting], True
 
     def _crew(self, group: Sequence[LiveRequest]) -> list[LiveRequest] | None:
-        """Those of a group whose step is launched without waiting for its outcome, beside one that is on its way if there is one.
+        """The requests of a group whose step is launched without a wait for its outcome.
 
-        All of them where tokens stay on the device. Elsewhere the half of all requests that has waited longest; None where both
-        halves together are not worth two steps.
+        All of them if tokens stay on the device. Otherwise the half of all requests that has waited longest, or None if the
+        tokens of both halves are too few for two steps.
         """
         asked = _asked_by(group)
         if _on_device(asked):
@@ -395,7 +377,7 @@ class Session(ClosesOnExit):
         half = -(-len(self._live) // 2)
         if len(group) <= half:
             return list(group)
-        # of requests that have waited as long, some from each end of a block: crews whose steps are alike need fewer plans
+        # mixes first and later steps of blocks: crews whose steps are alike need fewer plans
         last = sorted(request.waiting_since for request in group)[half - 1]
         crew = [request for request in group if request.waiting_since < last]
         alike = [request for request in group if request.waiting_since == last]
@@ -404,7 +386,7 @@ class Session(ClosesOnExit):
         return crew + [alike[place * len(alike) // more] for place in range(more)]
 
     def _launch_beside(self, group: Sequence[LiveRequest]) -> None:
-        """Launch the step that follows one whose requests are known, if there is one that does not depend on its outcome."""
+        """Launch a step beside the first launched one, if some step does not depend on its outcome."""
         if _on_device(self._launched[0].requests):
             self._get_ready(group)
             return
@@ -419,15 +401,15 @@ class Session(ClosesOnExit):
         self._launched.append(_Asked(asked, self._runner.launch(step), step[0].phase.bucketed is not None))
 
     def _waiting_for(self, step: _Asked) -> list[tuple[int, LiveRequest]]:
-        """The live requests that ask for what was launched for them, each with its place in the step."""
+        """Live requests that still ask for a launched step, with their places in it."""
         places = {id(one): place for place, one in enumerate(step.requests)}
         return [(places[id(request.pending)], request) for request in self.live if id(request.pending) in places]
 
     def _get_ready(self, group: Sequence[LiveRequest]) -> None:
-        """Launch the step that most likely follows. If that is too doubtful, prepare each step that may follow.
+        """Launch the step that most likely follows, or prepare each step that may follow if none is likely enough.
 
-        Requests whose step was launched in vain are not in the group: they wait for the step that follows, which serves them too.
-        Where others wait, which no such step serves, they come first.
+        The step also serves requests outside the group, whose last step was launched in vain. If it cannot serve every live
+        request, nothing is launched.
         """
         following = {request: request.following() for request in group}
         doubt = sum(one.doubt for one in following.values())
@@ -444,7 +426,7 @@ class Session(ClosesOnExit):
             self._runner.prepare(_of_one_phase(step))
 
     def _next_group(self, among: Sequence[LiveRequest]) -> list[LiveRequest]:
-        """Requests whose steps can be one, those of the request that has waited longest."""
+        """The group of the request that has waited longest."""
         if len(among) == 1:
             return [*among]
         groups: dict[Hashable, list[LiveRequest]] = {}
@@ -480,17 +462,17 @@ class Session(ClosesOnExit):
 
 
 def _asked_by(group: Sequence[LiveRequest]) -> list[StepRequest]:
-    """What requests ask for."""
+    """The steps that requests ask for."""
     return [request.pending for request in group if request.pending is not None]
 
 
 def _on_device(asked: Sequence[StepRequest]) -> bool:
-    """Whether any of these requests has its tokens on the device."""
+    """Whether any request has its tokens on the device."""
     return any(one.phase.tokens.computes for one in asked)
 
 
 def _of_one_phase(asked: list[StepRequest]) -> list[StepRequest]:
-    """The same requests for a step that serves them all."""
+    """The requests by phases that one step can serve."""
     if len({request.phase for request in asked}) < 2:
         return asked
     return [request.covering for request in asked]

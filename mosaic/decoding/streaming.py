@@ -18,13 +18,13 @@ __all__ = ["DraftStreamer", "OnStep", "Step", "Streamer", "of_each"]
 
 
 class Streamer(Protocol):
-    """Receives text as it becomes final. Any streamer of transformers is one."""
+    """Receives final tokens. Any streamer of transformers is one."""
 
     def put(self, value: Tensor) -> None:
         """Take the prompt, int64 [P], first of all; then committed tokens, int64 [n], in order."""
 
     def end(self) -> None:
-        """Take note that nothing follows."""
+        """Take note of the end."""
 
 
 @runtime_checkable
@@ -52,7 +52,7 @@ class Step:
     request
         The place of the request in the batch.
     step
-        Steps that were run for it so far, this one included; prefills and commits, which decide nothing, count too.
+        Steps that were run for it, with this one, prefills and commits.
     block
         The block being decoded, from 0.
     phase
@@ -60,16 +60,15 @@ class Step:
     masked
         Positions of the answer that are still masked.
     positions, token_ids, confidence
-        int64 [n], int64 [n], float32 [n]: what was committed, positions counted from the prompt's first token; the
-        confidence is the score that the rows were chosen by (a negative entropy where that is the score, and with
-        `alg_temp` noise is in it).
+        int64 [n], int64 [n], float32 [n]: what was committed. Positions count from the prompt's first token. The confidence
+        is the score that rows were chosen by: a negative entropy if that is the score, with noise under `alg_temp`.
     plan
         The plan that was in force.
     peak_bytes
-        What it takes of the device, everything counted.
+        Bytes of the device that the plan takes in all.
     seconds
-        Wall-clock time of the step, which other requests may have shared, from its launch until its outcome was there. Those of
-        a step that was launched ahead and of the step before it overlap.
+        Wall-clock time of the step from its launch to its outcome. Times of a step that was launched ahead and of the one before
+        it overlap.
     """
 
     request: int
@@ -89,7 +88,7 @@ OnStep: TypeAlias = Callable[[Step], None]
 
 
 def of_each(what: str, given: Any, prompts: int) -> list[Any]:
-    """Return what is given as a list of one for each prompt; alone it is one prompt's."""
+    """Return a list with one entry for each prompt; a single value is one entry."""
     if isinstance(given, np.ndarray | Tensor):
         several = given.ndim > 0
     else:

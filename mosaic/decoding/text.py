@@ -19,10 +19,10 @@ class _Decodes(Protocol):
 
 
 class Detokenizer:
-    r"""Tokens in, text out: every call returns what its token adds, and holds back characters that are not complete.
+    r"""Tokens in, text out: every call returns what its token adds, and holds back incomplete characters.
 
-    Only a short window of tokens is decoded each time, one token before the last complete character on, since
-    tokenizers drop or add spaces at the beginning of what they decode. Constant cost per token, for valid text.
+    A short window of tokens is decoded each time, from one token before the last complete character, as tokenizers change
+    spaces at the beginning of what they decode. Constant cost per token for valid text.
 
     Parameters
     ----------

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-from mosaic.registrar.operator import Implementation
 from mosaic.registrar.operators import operator
 
-__all__ = ["kernel_of", "load"]
+if TYPE_CHECKING:
+    from mosaic.kernels.binding import Kernel
+
+__all__ = ["load"]
 
 
-def load(name: str, backend: str = "cpu", implementation: str | None = None) -> Any:
-    """Import the module of one operator for a backend: "cpu" or "cuda", with the same `launch` signature.
+def load(name: str, backend: str = "cpu", implementation: str | None = None) -> Kernel:
+    """Get the kernel of one operator for a backend, whose launches are checked.
 
     Parameters
     ----------
     name
         An operator that Mosaic ships.
+    backend
+        "cpu" or "cuda".
     implementation
         Which one, where the backend has several (a plan's `implementations` says): "triton" or "cudnn" for attention
         on "cuda". None takes the first that serves every launch.
@@ -27,21 +30,16 @@ def load(name: str, backend: str = "cpu", implementation: str | None = None) -> 
     UnknownName
         If there is no such operator, no such backend, or no such implementation.
     MissingExtra
-        If the backend is "cuda" and triton is not installed. Attention by cuDNN imports without cuDNN, and raises this
-        at its first launch; its `available()` tells before.
+        If the backend is "cuda" and triton is not installed. Attention by cuDNN loads without cuDNN, and raises this
+        at its first launch; the `available()` of its module tells before.
 
     Examples
     --------
-    >>> load("silu_mul").__name__
+    >>> load("silu_mul").module.__name__
     'mosaic.kernels.silu_mul'
     """
-    return kernel_of(operator(name).implementation(backend, implementation))
+    from mosaic.kernels.binding import Kernel, kernel_of
 
-
-def kernel_of(implementation: Implementation) -> Any:
-    """Get what launches an implementation: an object with a `launch`, such as its module, or the launcher itself."""
-    kernel = implementation.kernel
-    if not isinstance(kernel, str):
-        return kernel
-    module, _, launcher = kernel.partition(":")
-    return getattr(import_module(module), launcher) if launcher else import_module(module)
+    record = operator(name)
+    way = record.implementation(backend, implementation)
+    return Kernel(record, way, kernel_of(way))

@@ -1,11 +1,9 @@
 """attention: softmax(q k^T * scale) v per sequence of a packed batch, bidirectional or in blocks, grouped-query.
 
-Contract: attention(q[T, N*H] sliced, k[S, K*H] whole, v[S, K*H] whole, cu_seqlens[B+1] int32, sees[T, 2] int32? sliced;
-head_size, scale, span, block) -> y[T, N*H]; y may overwrite q; `span` is for the cost model alone. Row r of q is row
-`row_start + r` of the packed batch and sees the keys of its own sequence; with `block`, those of its own block of `block` rows
-and of the blocks before; with `sees`, those in [sees[r, 0], sees[r, 1]).
-Tiles of query rows times tiles of key rows under an online softmax in float32 (float64 for float64). Legend: T query
-rows, S keys, B sequences, N query heads, K KV heads, H size.
+Row r of q is row `row_start + r` of the packed batch and sees the keys of its own sequence; with `block`, those of its own
+block of `block` rows and of the blocks before; with `sees`, those in [sees[r, 0], sees[r, 1]). Tiles of query rows times
+tiles of key rows under an online softmax in float32 (float64 for float64). Legend: T query rows, S keys, B sequences, N query
+heads, K KV heads, H size.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from torch import Tensor
 
 from mosaic.kernels.shared.attention import evenly, keys_seen, online_softmax, parted, tile_shape, visible
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.operands import check_attention
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 from mosaic.registrar.tiles import KEY_ROWS
 
@@ -42,7 +39,7 @@ def bind(
 ) -> Run:
     """Write the attention of the query rows into y [T, N*H]; `cu_seqlens` is read on the host; y may be q itself."""
     rows = q.shape[0]
-    heads, kv_heads = check_attention(q, k, v, cu_seqlens, y, head_size, sees)
+    heads, kv_heads = q.shape[1] // head_size, k.shape[1] // head_size
     asked, masked = {"q": q} if sees is None else {"q": q, "sees": sees}, bool(block) or sees is not None
     converted, tiles = parted(tiles_of("attention", scratch, asked, head_size=head_size, block=block), masked=masked)
     group = heads // kv_heads

@@ -1,10 +1,6 @@
 """evict_tokens: which rows of a step go on beyond the layer that it is cut in, by how their importance has changed.
 
-Contract: evict_tokens(before[B, K, P] float32, after[B, K, P] float32, listed[B, P] int32, first[B] int32, progress[B] int32,
-status[T] uint8, positions[T] int32, cu_seqlens[B+1] int32, decoded[B] int32, owner[B] int64, state[E, 2] float32,
-ranks[B, P] float32 or None; alpha, history, threshold, placeholders, weight, keep, rank) -> rows[T] int64, bounds[B+1] int32,
-total[1] int64, seen[B] int32; updates state, all whole, as `mosaic.registrar.operators.evict_tokens` says. Legend: B sequences, K
-KV heads, P positions of a block, T rows, E rows of the state.
+Legend: B sequences, K KV heads, P positions of a block, T rows, E rows of the state.
 """
 
 from __future__ import annotations
@@ -19,11 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mosaic.errors import GraphError, UnknownName
-from mosaic.kernels.shared.operands import check_shapes
-from mosaic.registrar.operators.evict_tokens import HISTORIES, PLACEHOLDERS, RANKS, THRESHOLDS
-
-__all__ = ["NEARLY", "check", "launch", "reference"]
+__all__ = ["NEARLY", "launch", "reference"]
 
 NEARLY: Final = 1 - 2.0**-20
 """What a product is multiplied by before it is rounded up, so that its own rounding adds nothing."""
@@ -59,10 +51,6 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write rows, bounds, total and seen, and count the step before in the state; all is read on the host."""
-    check(
-        before, after, listed, first, progress, status, positions, cu_seqlens, decoded, owner, state, rows, bounds, total,
-        seen, ranks, history, threshold, placeholders, rank,
-    )  # fmt: skip
     difference = (after.numpy() - before.numpy()).sum(axis=1)
     kept, ends = list[int](), bounds.numpy()
     ends[0], statuses, places = 0, status.tolist(), positions.tolist()
@@ -138,45 +126,6 @@ def _placed(chosen: set[int], low: int, high: int, statuses: Sequence[int], *, m
         for at in range(low, high)
         if not statuses[at] or at in chosen or (at < rightmost and (masked or statuses[at] == UNPROCESSED))
     ]
-
-
-def check(
-    before: Tensor, after: Tensor, listed: Tensor, first: Tensor, progress: Tensor, status: Tensor, positions: Tensor,
-    cu_seqlens: Tensor, decoded: Tensor, owner: Tensor, state: Tensor, rows: Tensor, bounds: Tensor, total: Tensor, seen: Tensor,
-    ranks: Tensor | None, history: str, threshold: str, placeholders: str, rank: str,
-) -> None:  # fmt: skip
-    """Check the operands, and the names of readings."""
-    sequences, count = first.shape, status.shape
-    importance = (listed.shape[0], after.shape[1], listed.shape[1])
-    check_shapes(
-        "evict_tokens",
-        before=(before, importance, torch.float32),
-        after=(after, importance, torch.float32),
-        listed=(listed, (*sequences, listed.shape[1]), torch.int32),
-        first=(first, sequences, torch.int32),
-        progress=(progress, sequences, torch.int32),
-        status=(status, count, torch.uint8),
-        positions=(positions, count, torch.int32),
-        cu_seqlens=(cu_seqlens, (listed.shape[0] + 1,), torch.int32),
-        decoded=(decoded, sequences, torch.int32),
-        owner=(owner, sequences, torch.int64),
-        state=(state, (state.shape[0], 2), torch.float32),
-        ranks=(ranks, tuple(listed.shape), torch.float32),
-        rows=(rows, count, torch.int64),
-        bounds=(bounds, cu_seqlens.shape, torch.int32),
-        total=(total, (1,), torch.int64),
-        seen=(seen, sequences, torch.int32),
-    )
-    if not all(given is None or given.is_contiguous() for given in (before, after, listed, ranks)):
-        raise GraphError("evict_tokens: rows of 'before', 'after', 'listed' and 'ranks' must lie side by side.")
-    for what, value, known in (
-        ("history", history, HISTORIES),
-        ("threshold", threshold, THRESHOLDS),
-        ("placeholders", placeholders, PLACEHOLDERS),
-        ("rank", rank, RANKS),
-    ):
-        if value not in known:
-            raise UnknownName(what, value, known)
 
 
 def reference(

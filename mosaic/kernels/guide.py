@@ -1,16 +1,12 @@
 """guide: classifier-free guidance of hidden rows.
 
-Contract: guide(updates x[C, D], uncond[C, D], guidance[1] float32): x = uncond + (guidance + 1) * (x - uncond), in float32
-(float64 for float64), rounded once. x and uncond do not overlap. The head is linear, so this guides the logits. Source:
-LLaDA's sampler. Legend: C rows, D hidden.
+x and uncond do not overlap. The head is linear, so this guides the logits. Source: LLaDA's sampler. Legend: C rows, D hidden.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from mosaic.kernels.shared.operands import check_shapes
 from mosaic.kernels.shared.scratch import tiles_of
 
 __all__ = ["launch", "reference"]
@@ -18,13 +14,7 @@ __all__ = ["launch", "reference"]
 
 def launch(*, x: Tensor, uncond: Tensor, guidance: Tensor, scratch: Tensor | None = None) -> None:
     """Overwrite x [C, D] with the guided rows."""
-    rows, hidden = x.shape
-    check_shapes(
-        "guide",
-        x=(x, (rows, hidden), None),
-        uncond=(uncond, (rows, hidden), x.dtype),
-        guidance=(guidance, (1,), torch.float32),
-    )
+    rows = x.shape[0]
     constants, *wide = tiles_of("guide", scratch, {"x": x})
     one, scale = constants[:1].fill_(1), constants[1:]
     scale.copy_(guidance).add_(one)

@@ -1,7 +1,6 @@
 """head_norm: rms_norm of every head of a row, in place (the q and k norms of Qwen3-style attention).
 
-Contract: head_norm(updates x[T, N*H], weight[H]; eps), computed in float32. Legend: T rows, N heads, H head
-size.
+Legend: T rows, N heads, H head size.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.norm import bind_norm, normalise_reference
-from mosaic.kernels.shared.operands import check_shapes, heads_of
 from mosaic.kernels.shared.scratch import tiles_of
 
 __all__ = ["bind", "launch", "reference"]
@@ -18,9 +16,6 @@ __all__ = ["bind", "launch", "reference"]
 
 def bind(*, x: Tensor, weight: Tensor, eps: float, scratch: Tensor | None = None) -> Run:
     """Normalise every head of x [T, N*H] in place."""
-    size = weight.shape[0]
-    width = heads_of("head_norm", "x", x, size) * size
-    check_shapes("head_norm", x=(x, (x.shape[0], width), None), weight=(weight, (size,), x.dtype))
     return bind_norm(x, weight, x, eps, tiles_of("head_norm", scratch, {"x": x, "weight": weight}))
 
 

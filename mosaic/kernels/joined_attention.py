@@ -1,13 +1,9 @@
 """joined_attention: attention to a block's own keys, joined with the output over its prefix, which is fresh or was kept.
 
-Contract: joined_attention(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, seen[B] int32, cu_seqlens[B+1]
-int32, positions[T] int32, prefix[B] int32, kept[E, Z*M*N*H], kept_sums[S, Z*M*N] float32, owner[B] int64 or none of these,
-fresh[T, N*H], fresh_sums[T, N] float32, refreshed[B] int32 or none of these, all whole; layer, slot, rows, kv_heads, head_size,
-scale, block) -> y[T, N*H]; updates kept and kept_sums; y may overwrite q. Which rows have which keys and which of both outputs, the
-contract says (`mosaic.registrar.operators.joined_attention`; FlashBlock, arXiv 2602.05305). Of outputs y_1, y_2 with log-sum-exps
-s_1, s_2 the softmax over both sets of keys gives y_1 + (y_2 - y_1) * sigmoid(s_2 - s_1).
-Legend: T query rows, R rows, L layers, B sequences, X extents, E and S rows of states, Z slots, M rows of a block, N query heads,
-K KV heads, G heads of a group, H size.
+Which rows have which keys and which of both outputs, the contract says (`mosaic.registrar.operators.joined_attention`;
+FlashBlock, arXiv 2602.05305). Of outputs y_1, y_2 with log-sum-exps s_1, s_2 the softmax over both sets of keys gives y_1 +
+(y_2 - y_1) * sigmoid(s_2 - s_1). Legend: T query rows, R rows, L layers, B sequences, X extents, E and S rows of states, Z
+slots, M rows of a block, N query heads, K KV heads, G heads of a group, H size.
 """
 
 from __future__ import annotations
@@ -18,16 +14,13 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from mosaic.errors import GraphError
-from mosaic.kernels import kv_attention
 from mosaic.kernels.kv_attention import Finish, attend_heads
 from mosaic.kernels.shared.attention import keys_seen, parted, visible
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.extents import kept_tokens, pieces, windows
-from mosaic.kernels.shared.operands import check_shapes
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 
-__all__ = ["bind", "check", "launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
 def bind(
@@ -37,10 +30,7 @@ def bind(
     fresh_sums: Tensor | None = None, refreshed: Tensor | None = None, scratch: Tensor | None = None,
 ) -> Run:  # fmt: skip
     """Write the attention of the query rows into y [T, N*H], and keep what is fresh; lengths and positions are read on the host."""
-    group = check(
-        q, kv, extents, cu_extents, seen, cu_seqlens, positions, prefix, kept, kept_sums, owner, fresh, fresh_sums, refreshed, y,
-        layer, slot, rows, kv_heads, head_size,
-    )  # fmt: skip
+    group = q.shape[1] // (kv_heads * head_size)
     given, given_sums, sums, *found = tiles_of("joined_attention", scratch, {"q": q}, head_size=head_size)
     converted, tiles = parted(found, masked=True)
     shape = (-1, kv_heads, group, head_size)
@@ -123,43 +113,6 @@ def _joining(
         y_KTGH[tile].copy_(found)
 
     return join
-
-
-def check(
-    q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, seen: Tensor, cu_seqlens: Tensor, positions: Tensor,
-    prefix: Tensor, kept: Tensor | None, kept_sums: Tensor | None, owner: Tensor | None, fresh: Tensor | None,
-    fresh_sums: Tensor | None, refreshed: Tensor | None, y: Tensor, layer: int, slot: int, rows: int, kv_heads: int, head_size: int,
-) -> int:  # fmt: skip
-    """Check the operands; return the query heads of a KV head."""
-    group = kv_attention.check(q, kv, extents, cu_extents, seen, cu_seqlens, positions, y, layer, kv_heads, head_size)
-    if kept is not None and kept_sums is not None and owner is not None:
-        check_kept("joined_attention", q, kept, owner, cu_seqlens, rows, slot)
-        sums = kept_sums.shape[0], kept.shape[1] // head_size
-        check_shapes("joined_attention", kept_sums=(kept_sums, sums, torch.float32))
-    heads, counts = group * kv_heads, (cu_seqlens.shape[0] - 1,)
-    check_shapes(
-        "joined_attention",
-        prefix=(prefix, counts, torch.int32),
-        fresh=(fresh, (q.shape[0], q.shape[1]), q.dtype),
-        fresh_sums=(fresh_sums, (q.shape[0], heads), torch.float32),
-        refreshed=(refreshed, counts, torch.int32),
-    )
-    return group
-
-
-def check_kept(kernel: str, q: Tensor, kept: Tensor, owner: Tensor, cu_seqlens: Tensor, rows: int, slot: int) -> None:
-    """Check the state of `rows` rows of q in every slot, and what says whose they are."""
-    slots, rest = divmod(kept.shape[-1], rows * q.shape[1])
-    if rest or not 0 <= slot < slots:
-        raise GraphError(
-            f"{kernel}: operand 'kept' has {kept.shape[-1]} columns, expected {rows} rows of {q.shape[1]} in every slot, slot "
-            f"{slot} among them."
-        )
-    check_shapes(
-        kernel,
-        kept=(kept, (kept.shape[0], kept.shape[-1]), q.dtype),
-        owner=(owner, (cu_seqlens.shape[0] - 1,), torch.int64),
-    )
 
 
 def reference(

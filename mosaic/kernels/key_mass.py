@@ -1,12 +1,9 @@
 """key_mass: how much attention the voting rows of each sequence give to each key of its prefix, per set of heads.
 
-Contract: key_mass(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, captured[B] int32, cu_keys[B+1] int32,
-votes[T] uint8, cu_seqlens[B+1] int32, logsumexp[T, N] float32, positions[T] int32 or None; layer, kv_heads, head_size, scale, sets,
-columns, span, statistic, block, rows, tiles) -> mass[sets * tiles, S] float32, all whole; `columns` is S, and `span` is for the
-cost model alone. The formula is that of the contract (`mosaic.registrar.operators.key_mass`; MAGE, equation 3). Each tile of rows
-passes over the prefix. A row without a vote has an infinite log-sum-exp, so that it changes nothing. Float32 inside (float64 for
-float64). Legend: T rows, R rows of the state, L layers, S keys of all prefixes, B sequences, X extents, N query heads, K KV heads,
-H size, A rows times heads of a tile.
+The formula is that of the contract (`mosaic.registrar.operators.key_mass`; MAGE, equation 3). Each tile of rows passes over
+the prefix. A row without a vote has an infinite log-sum-exp, so that it changes nothing. Float32 inside (float64 for
+float64). Legend: T rows, R rows of the state, L layers, S keys of all prefixes, B sequences, X extents, N query heads, K KV
+heads, H size, A rows times heads of a tile.
 """
 
 from __future__ import annotations
@@ -19,15 +16,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mosaic.errors import UnknownName
 from mosaic.kernels.shared.attention import tile_shape
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.extents import check_extents, check_kv, kept_tokens, pieces, windows
-from mosaic.kernels.shared.operands import check_shapes, heads_of_sets
+from mosaic.kernels.shared.extents import kept_tokens, pieces, windows
 from mosaic.kernels.shared.scratch import beginning, tiles_of
-from mosaic.registrar.operators.key_mass import STATISTICS
 
-__all__ = ["EXTREMES", "Keys", "bind", "check", "launch", "reference", "scores_of", "tiles_of_keys", "voters_of"]
+__all__ = ["EXTREMES", "Keys", "bind", "launch", "reference", "scores_of", "tiles_of_keys", "voters_of"]
 
 NOTHING: Final = {"mean": 0.0, "max": 0.0, "worst": math.inf}
 """What a row without a vote gives to a key, so that it changes no statistic."""
@@ -65,10 +59,7 @@ def bind(
 ) -> Run:
     """Write the mass of the keys of each prefix into mass [sets * tiles, S]; lengths, extents, votes and positions are read on the
     host."""
-    members = check(
-        q, kv, extents, cu_extents, captured, cu_keys, votes, cu_seqlens, logsumexp, mass, layer, kv_heads, head_size, sets,
-        statistic, positions, tiles,
-    )  # fmt: skip
+    members = q.shape[1] // (sets * head_size)
     query, scores, vector, column, wide_column, *wide = tiles_of("key_mass", scratch, {"q": q}, head_size=head_size)
     q_STMH = q.view(q.shape[0], sets, members, head_size).transpose(0, 1)
     sums_STM = logsumexp.view(q.shape[0], sets, members).transpose(0, 1)
@@ -163,32 +154,6 @@ def _add(
             of_rows, of_both = EXTREMES[statistic]
             of_rows(s, dim=0, out=found)
             of_both(mine, rounded.copy_(found), out=mine)
-
-
-def check(
-    q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, captured: Tensor, cu_keys: Tensor, votes: Tensor,
-    cu_seqlens: Tensor, logsumexp: Tensor, mass: Tensor, layer: int, kv_heads: int, head_size: int, sets: int, statistic: str,
-    positions: Tensor | None, tiles: int,
-) -> int:  # fmt: skip
-    """Check the operands; return the query heads of a set."""
-    if statistic not in STATISTICS:
-        raise UnknownName("statistic", statistic, STATISTICS)
-    if positions is not None:
-        check_shapes("key_mass", positions=(positions, q.shape[:1], torch.int32))
-    members = heads_of_sets("key_mass", q, head_size, kv_heads, sets)
-    check_shapes(
-        "key_mass",
-        q=(q, q.shape, None),
-        kv=(kv, (kv.shape[0], kv.shape[-1]), q.dtype),
-        captured=(captured, (cu_seqlens.shape[0] - 1,), torch.int32),
-        cu_keys=(cu_keys, cu_seqlens.shape, torch.int32),
-        votes=(votes, q.shape[:1], torch.uint8),
-        logsumexp=(logsumexp, (q.shape[0], members * sets), torch.float32),
-        mass=(mass, (sets * tiles, mass.shape[-1]), torch.float32),
-    )
-    check_extents("key_mass", extents, cu_extents, cu_seqlens)
-    check_kv("key_mass", kv, kv_heads * head_size, layer)
-    return members
 
 
 def reference(

@@ -1,13 +1,10 @@
 """kv_attention: softmax(q k^T * scale) v per sequence, over keys and values kept in rows of a state buffer.
 
-Contract: kv_attention(q[T, N*H] sliced, kv[R, L*2*K*H] whole, extents[X, 4] int64 whole, cu_extents[B+1] int32 whole, seen[B]
-int32 whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced, sees[T, 2] int32? sliced; layer, kv_heads, head_size, scale,
-span, keys, block, parts) -> y[T, N*H]; y may overwrite q; `span`, `keys` and `parts` do not matter here. Row r of q is row
-`row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`, at position p, those before
-(p // block + 1) * block; with `sees`, those at positions in [sees[r, 0], sees[r, 1]). Where a key lies,
-`mosaic.registrar.operators.kv_store` says. A row in no sequence, or that sees no key, is left as it was. The queries of all heads
-that share keys are packed into one tile; online softmax in float32 (float64 for float64). Legend: T query rows, R rows, L layers,
-S keys, B sequences, X extents, N query heads, K KV heads, H size.
+Row r of q is row `row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`, at
+position p, those before (p // block + 1) * block; with `sees`, those at positions in [sees[r, 0], sees[r, 1]). Where a key
+lies, `mosaic.registrar.operators.kv_store` says. A row in no sequence, or that sees no key, is left as it was. The queries of
+all heads that share keys are packed into one tile; online softmax in float32 (float64 for float64). Legend: T query rows, R
+rows, L layers, S keys, B sequences, X extents, N query heads, K KV heads, H size.
 """
 
 from __future__ import annotations
@@ -18,15 +15,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from mosaic.errors import GraphError
 from mosaic.kernels.shared.attention import evenly, keys_seen, online_softmax, parted, tile_shape, visible
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.extents import check_extents, check_kv, kept_tokens, pieces, windows
-from mosaic.kernels.shared.operands import check_shapes, heads_of
+from mosaic.kernels.shared.extents import kept_tokens, pieces, windows
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 from mosaic.registrar.tiles import KEY_ROWS
 
-__all__ = ["Finish", "Parts", "attend_heads", "bind", "check", "launch", "reference"]
+__all__ = ["Finish", "Parts", "attend_heads", "bind", "launch", "reference"]
 
 Parts: TypeAlias = Sequence[tuple[int, Tensor]]
 """Keys and values [2, K, S, H] of tokens that lie side by side, and the position of the first."""
@@ -61,7 +56,7 @@ def bind(
 
     `logsumexp`, float32 [T, N], is for `prefix_attention`: the log-sum-exps of the rows' scores.
     """
-    group = check(q, kv, extents, cu_extents, seen, cu_seqlens, positions, y, layer, kv_heads, head_size, sees)
+    group = q.shape[1] // (kv_heads * head_size)
     rows, sums = q.shape[0], None
     if logsumexp is None:
         asked, masked = {"q": q} if sees is None else {"q": q, "sees": sees}, bool(block) or sees is not None
@@ -69,7 +64,6 @@ def bind(
             tiles_of("kv_attention", scratch, asked, head_size=head_size, block=block), masked=masked
         )
     else:
-        check_shapes("prefix_attention", logsumexp=(logsumexp, (rows, kv_heads * group), torch.float32))
         sums, *found = tiles_of("prefix_attention", scratch, {"q": q}, head_size=head_size)
         converted, tiles = parted(found, masked=True)
     q_KTGH, y_KTGH = (x.view(rows, kv_heads, group, head_size).transpose(0, 1) for x in (q, y))
@@ -175,28 +169,6 @@ def _key_tiles(places: Parts, heads: slice, count: int, wide: Sequence[Tensor]) 
         part = both[:, heads, : count - start]
         k, v = (beginning(tile, x.shape).copy_(x) for tile, x in zip(wide, part, strict=True)) if wide else part
         yield start, k, v
-
-
-def check(
-    q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, seen: Tensor, cu_seqlens: Tensor, positions: Tensor,
-    y: Tensor, layer: int, kv_heads: int, head_size: int, sees: Tensor | None = None,
-) -> int:  # fmt: skip
-    """Check the operands; return the query heads of a KV head."""
-    heads, rows = heads_of("kv_attention", "q", q, head_size), q.shape
-    if heads % kv_heads:
-        raise GraphError(f"kv_attention: {heads} query heads do not divide into {kv_heads} groups of keys and values.")
-    check_shapes(
-        "kv_attention",
-        q=(q, rows, None),
-        kv=(kv, (kv.shape[0], kv.shape[-1]), q.dtype),
-        seen=(seen, (cu_seqlens.shape[0] - 1,), torch.int32),
-        positions=(positions, rows[:1], torch.int32),
-        y=(y, rows, q.dtype),
-        **({} if sees is None else {"sees": (sees, (rows[0], 2), torch.int32)}),
-    )
-    check_extents("kv_attention", extents, cu_extents, cu_seqlens)
-    check_kv("kv_attention", kv, kv_heads * head_size, layer)
-    return heads // kv_heads
 
 
 def reference(

@@ -1,10 +1,8 @@
 """kv_store: keys and values of a window of tokens into the rows that their sequences own.
 
-Contract: kv_store(k[T, W] sliced, v[T, W] sliced, updates kv[R, L*2*W] whole, extents[X, 4] int64 whole, cu_extents[B+1] int32
-whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced; layer, head_size). Row r of k is row `row_start + r` of the
-packed window, a token of the sequence that has it; where a position's key lies, `mosaic.registrar.operators.kv_store` says.
-A token in no sequence, or at a position that its sequence has no row for, is not kept. kv overlaps no other operand. Legend:
-T tokens, R rows, L layers, W width of keys, B sequences, X extents.
+Row r of k is row `row_start + r` of the packed window, a token of the sequence that has it; where a position's key lies,
+`mosaic.registrar.operators.kv_store` says. A token in no sequence, or at a position that its sequence has no row for, is not
+kept. kv overlaps no other operand. Legend: T tokens, R rows, L layers, W width of keys, B sequences, X extents.
 """
 
 from __future__ import annotations
@@ -13,10 +11,9 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.extents import Piece, check_extents, check_kv, kept_tokens, pieces, windows
-from mosaic.kernels.shared.operands import check_shapes, heads_of
+from mosaic.kernels.shared.extents import Piece, kept_tokens, pieces, windows
 
-__all__ = ["bind", "check", "launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
 def bind(
@@ -34,7 +31,7 @@ def bind(
     scratch: Tensor | None = None,
 ) -> Run:
     """Update kv; the tables are read on the host, and neighbours that stay neighbours are copied at once."""
-    heads = check(k, v, kv, extents, cu_extents, cu_seqlens, positions, layer, head_size)
+    heads = k.shape[1] // head_size
     tokens = k.shape[0]
     k_KTH, v_KTH = (x.view(tokens, heads, head_size).transpose(0, 1) for x in (k, v))
 
@@ -66,24 +63,6 @@ def _placed(positions: list[int], owned: list[Piece]) -> list[tuple[int, int, Pi
                 found.append((at + low - first, at + high - first, part))
         at = end
     return found
-
-
-def check(
-    k: Tensor, v: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor, positions: Tensor,
-    layer: int, head_size: int,
-) -> int:  # fmt: skip
-    """Check the operands; return the heads of keys."""
-    tokens, width = k.shape
-    check_shapes(
-        "kv_store",
-        k=(k, (tokens, width), None),
-        v=(v, (tokens, width), k.dtype),
-        kv=(kv, (kv.shape[0], kv.shape[-1]), k.dtype),
-        positions=(positions, (tokens,), torch.int32),
-    )
-    check_extents("kv_store", extents, cu_extents, cu_seqlens)
-    check_kv("kv_store", kv, width, layer)
-    return heads_of("kv_store", "k", k, head_size)
 
 
 def reference(

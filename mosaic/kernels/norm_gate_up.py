@@ -1,7 +1,6 @@
 """norm_gate_up: y = silu(h @ gate.T) * (h @ up.T) with h = rms_norm(x), for few rows.
 
-Contract: norm_gate_up(x[T, D], norm[D], gate[F, D], up[F, D]; eps) -> y[T, F], which overlaps no operand. Norm, products and
-activation as in `rms_norm`, `linear` and `silu_mul`. Legend: T rows, D hidden, F feed-forward.
+Norm, products and activation as in `rms_norm`, `linear` and `silu_mul`. Legend: T rows, D hidden, F feed-forward.
 """
 
 from __future__ import annotations
@@ -12,18 +11,16 @@ from mosaic.kernels import silu_mul
 from mosaic.kernels.norm_qkv import bind_rows
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.norm import normalise_reference
-from mosaic.kernels.shared.operands import check_shapes
 from mosaic.kernels.shared.product import product
 from mosaic.kernels.shared.scratch import tiles_of
 
-__all__ = ["bind", "check", "launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
 def bind(
     *, x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, y: Tensor, eps: float, scratch: Tensor | None = None
 ) -> Run:
     """Write silu(h @ gate.T) * (h @ up.T) into y [T, F]."""
-    check(x, norm, gate, up, y)
     other, h, norms, products = tiles_of("norm_gate_up", scratch, {"x": x, "gate": gate})
     parts = [
         bind_rows(x, norm, h, eps, norms),
@@ -40,19 +37,6 @@ def bind(
 
 
 launch = launcher(bind)
-
-
-def check(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, y: Tensor) -> None:
-    """Check the operands."""
-    (rows, width), outer, dtype = x.shape, gate.shape[0], x.dtype
-    check_shapes(
-        "norm_gate_up",
-        x=(x, (rows, width), None),
-        norm=(norm, (width,), dtype),
-        gate=(gate, (outer, width), dtype),
-        up=(up, (outer, width), dtype),
-        y=(y, (rows, outer), dtype),
-    )
 
 
 def reference(*, x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, eps: float) -> Tensor:

@@ -1,24 +1,20 @@
 """norm_qkv: q, k and v = rms_norm(x) @ weight.T (+ bias), for few rows.
 
-Contract: norm_qkv(x[T, D], norm[D], q_weight[Q, D], k_weight[K, D], v_weight[K, D], updates arrivals[A] int32, q_bias[Q], k_bias[K]
-and v_bias[K] or none; eps) -> q[T, Q], k[T, K], v[T, K], which overlap no operand. Norm and products as in `rms_norm` and `linear`;
-arrivals stay as they are. Legend: T rows, D hidden, Q and K columns of queries and of keys, A counts.
+Norm and products as in `rms_norm` and `linear`; arrivals stay as they are. Legend: T rows, D hidden, Q and K columns of
+queries and of keys, A counts.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.norm import bind_norm, normalise_reference
-from mosaic.kernels.shared.operands import check_shapes
 from mosaic.kernels.shared.product import product
 from mosaic.kernels.shared.scratch import carve, dtype_name, tiles_of
-from mosaic.registrar.few_rows import tile_count
 from mosaic.registrar.tiles import norm_tiles
 
-__all__ = ["bind", "bind_rows", "check", "launch", "reference"]
+__all__ = ["bind", "bind_rows", "launch", "reference"]
 
 
 def bind(
@@ -39,7 +35,6 @@ def bind(
     scratch: Tensor | None = None,
 ) -> Run:
     """Write q [T, Q], k and v [T, K]."""
-    check(x, norm, (q_weight, k_weight, v_weight), arrivals, (q_bias, k_bias, v_bias), (q, k, v))
     h, norms, products = tiles_of("norm_qkv", scratch, {"x": x})
     parts = [
         bind_rows(x, norm, h, eps, norms),
@@ -62,29 +57,6 @@ def bind_rows(x: Tensor, norm: Tensor, h: Tensor, eps: float, scratch: Tensor) -
     """Bind h = rms_norm(x) [T, D], with scratch for its tiles."""
     rows, width = x.shape
     return bind_norm(x, norm, h, eps, carve(scratch, norm_tiles(rows, 1, width, dtype_name(x.dtype)), "rms_norm"))
-
-
-def check(
-    x: Tensor,
-    norm: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor],
-    arrivals: Tensor,
-    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
-    outputs: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """Check the operands; weights, biases and outputs are of q, k and v."""
-    (rows, width), dtype = x.shape, x.dtype
-    columns = weights[0].shape[0], weights[1].shape[0], weights[1].shape[0]
-    counts = max(arrivals.shape[0], tile_count(*columns))
-    check_shapes(
-        "norm_qkv",
-        x=(x, (rows, width), None),
-        norm=(norm, (width,), dtype),
-        arrivals=(arrivals, (counts,), torch.int32),
-    )
-    for name, outer, weight, bias, y in zip("qkv", columns, weights, biases, outputs, strict=True):
-        factors = {f"{name}_weight": (weight, (outer, width), dtype), f"{name}_bias": (bias, (outer,), dtype)}
-        check_shapes("norm_qkv", **factors, **{name: (y, (rows, outer), dtype)})
 
 
 def reference(

@@ -1,11 +1,8 @@
 """page_bounds: how much attention the voting rows of each sequence can give to the keys of each page, at most, per set of heads.
 
-Contract: page_bounds(q[T, N*H], extrema[E, Z*2*K*H], page_table[M] int64, cu_pages[B+1] int32, votes[T] uint8, cu_seqlens[B+1]
-int32, positions[T] int32 or None; slot, kv_heads, head_size, sets, columns, page_span, statistic, block, rows, tiles) -> bound[sets
-* tiles, S] float32, all whole; `columns` is S, and `page_span` is for the cost model alone. The formula is that of the contract
-(`mosaic.registrar.operators.page_bounds`; Quest, section 3): what of a query is above 0 is multiplied with the largest key, the
-rest with the least. Float32 inside (float64 for float64). Legend: T rows, E rows of pages, Z sparse layers, M pages, S columns, B
-sequences, N query heads, K KV heads, H size, A rows times heads of a tile.
+The formula is that of the contract (`mosaic.registrar.operators.page_bounds`; Quest, section 3): what of a query is above 0
+is multiplied with the largest key, the rest with the least. Float32 inside (float64 for float64). Legend: T rows, E rows of
+pages, Z sparse layers, M pages, S columns, B sequences, N query heads, K KV heads, H size, A rows times heads of a tile.
 """
 
 from __future__ import annotations
@@ -19,18 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mosaic.errors import UnknownName
 from mosaic.kernels.key_mass import EXTREMES, voters_of
-from mosaic.kernels.page_extrema import check_pages
 from mosaic.kernels.shared.attention import tile_shape
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.extents import windows
-from mosaic.kernels.shared.operands import check_shapes, heads_of_sets
 from mosaic.kernels.shared.scratch import beginning, tiles_of
-from mosaic.registrar.operators.key_mass import STATISTICS
 from mosaic.registrar.tiles import KEY_ROWS
 
-__all__ = ["bind", "check", "launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 BEGINNING: Final = {"mean": 0.0, "max": -math.inf, "worst": math.inf}
 """A statistic of no rows."""
@@ -59,22 +52,7 @@ def bind(
     scratch: Tensor | None = None,
 ) -> Run:
     """Write the bounds of pages into bound [sets * tiles, S]; pages, lengths, votes and positions are read on the host."""
-    members = check(
-        q,
-        extrema,
-        page_table,
-        cu_pages,
-        votes,
-        cu_seqlens,
-        bound,
-        slot,
-        kv_heads,
-        head_size,
-        sets,
-        statistic,
-        positions,
-        tiles,
-    )
+    members = q.shape[1] // (sets * head_size)
     query, above, pages, scores, total, column, other, *wide = tiles_of(
         "page_bounds", scratch, {"q": q}, head_size=head_size
     )
@@ -151,28 +129,6 @@ def _ordered(found: Tensor, column: Tensor, other: Tensor) -> Tensor:
     np.subtract(1, np.minimum(v, 0, out=under), out=under)
     np.divide(over, under, out=over)
     return column[: len(found)]
-
-
-def check(
-    q: Tensor, extrema: Tensor, page_table: Tensor, cu_pages: Tensor, votes: Tensor, cu_seqlens: Tensor, bound: Tensor, slot: int,
-    kv_heads: int, head_size: int, sets: int, statistic: str, positions: Tensor | None, tiles: int,
-) -> int:  # fmt: skip
-    """Check the operands; return the query heads of a set."""
-    if statistic not in STATISTICS:
-        raise UnknownName("statistic", statistic, STATISTICS)
-    if positions is not None:
-        check_shapes("page_bounds", positions=(positions, q.shape[:1], torch.int32))
-    members = heads_of_sets("page_bounds", q, head_size, kv_heads, sets)
-    check_shapes(
-        "page_bounds",
-        q=(q, q.shape, None),
-        extrema=(extrema, (extrema.shape[0], extrema.shape[-1]), q.dtype),
-        cu_seqlens=(cu_seqlens, cu_pages.shape, torch.int32),
-        votes=(votes, q.shape[:1], torch.uint8),
-        bound=(bound, (sets * tiles, bound.shape[-1]), torch.float32),
-    )
-    check_pages("page_bounds", extrema, page_table, cu_pages, slot, kv_heads * head_size)
-    return members
 
 
 def reference(

@@ -1,10 +1,7 @@
 """page_extrema: the least and the largest key of pages, element by element, into the rows of a state.
 
-Contract: page_extrema(kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, page_table[M] int64, cu_pages[B+1] int32,
-first_page[B] int32, extrema[E, Z*2*K*H]; layer, slot, page, kv_heads, head_size, tokens), all whole; updates extrema; `tokens` is
-for the cost model alone. Which pages are written where, the contract says (`mosaic.registrar.operators.page_extrema`; Quest,
-section 3).
-Legend: R rows of keys, L layers, B sequences, X extents, M pages, E rows of pages, Z sparse layers, K KV heads, H size.
+Which pages are written where, the contract says (`mosaic.registrar.operators.page_extrema`; Quest, section 3). Legend: R rows
+of keys, L layers, B sequences, X extents, M pages, E rows of pages, Z sparse layers, K KV heads, H size.
 """
 
 from __future__ import annotations
@@ -14,13 +11,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mosaic.errors import GraphError
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.extents import check_extents, check_kv, kept_tokens, pieces
-from mosaic.kernels.shared.operands import check_shapes
+from mosaic.kernels.shared.extents import kept_tokens, pieces
 from mosaic.kernels.shared.scratch import tiles_of
 
-__all__ = ["bind", "check", "check_pages", "launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
 def bind(
@@ -41,7 +36,6 @@ def bind(
     scratch: Tensor | None = None,
 ) -> Run:
     """Write the extrema of pages into their rows of extrema [E, Z*2*K*H]; pages and extents are read on the host."""
-    check(kv, extents, cu_extents, page_table, cu_pages, first_page, extrema, layer, slot, page, kv_heads, head_size)
     (part,) = tiles_of("page_extrema", scratch, {"kv": kv}, kv_heads=kv_heads, head_size=head_size)
     rows = extrema.view(extrema.shape[0], -1, 2, kv_heads, head_size)[:, slot]
 
@@ -68,39 +62,6 @@ def bind(
 
 
 launch = launcher(bind)
-
-
-def check(
-    kv: Tensor, extents: Tensor, cu_extents: Tensor, page_table: Tensor, cu_pages: Tensor, first_page: Tensor, extrema: Tensor,
-    layer: int, slot: int, page: int, kv_heads: int, head_size: int,
-) -> None:  # fmt: skip
-    """Check the operands."""
-    check_shapes(
-        "page_extrema",
-        kv=(kv, (kv.shape[0], kv.shape[-1]), extrema.dtype),
-        first_page=(first_page, (cu_pages.shape[0] - 1,), torch.int32),
-    )
-    check_extents("page_extrema", extents, cu_extents, cu_pages)
-    check_kv("page_extrema", kv, kv_heads * head_size, layer)
-    check_pages("page_extrema", extrema, page_table, cu_pages, slot, kv_heads * head_size)
-    if page < 1:
-        raise GraphError(f"page_extrema: a page has at least one key, not {page}.")
-
-
-def check_pages(kernel: str, extrema: Tensor, page_table: Tensor, cu_pages: Tensor, slot: int, width: int) -> None:
-    """Check that rows of `extrema` have a place for this slot, and what says which pages have them."""
-    check_shapes(
-        kernel,
-        extrema=(extrema, (extrema.shape[0], extrema.shape[-1]), None),
-        page_table=(page_table, page_table.shape[:1], torch.int64),
-        cu_pages=(cu_pages, cu_pages.shape[:1], torch.int32),
-    )
-    slots, rest = divmod(extrema.shape[1], 2 * width)
-    if rest or not 0 <= slot < slots:
-        raise GraphError(
-            f"{kernel}: operand 'extrema' has {extrema.shape[1]} columns, expected 2 * {width} for every slot, slot {slot} among "
-            "them."
-        )
 
 
 def reference(

@@ -1,24 +1,20 @@
 """perturb_score: Gumbel noise on the scores of rows, so that the highest k are k draws without replacement.
 
-Contract: perturb_score(updates score[M] float32, keys[M] int64, temperature[1] float32): score / temperature + the Gumbel
-number of the row's key where the temperature is above 0, unchanged at 0. Source: Kool et al. 2019. Legend: M rows.
+Source: Kool et al. 2019. Legend: M rows.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from mosaic.kernels.shared.operands import INDEX, check_shapes
 from mosaic.kernels.shared.sampling import fill_gumbels, gumbels
 from mosaic.kernels.shared.scratch import tiles_of
 
-__all__ = ["check", "launch", "reference"]
+__all__ = ["launch", "reference"]
 
 
 def launch(*, score: Tensor, keys: Tensor, temperature: Tensor, scratch: Tensor | None = None) -> None:
     """Perturb score [M] in place."""
-    check(score, keys, temperature)
     noise, *numbers = tiles_of("perturb_score", scratch, {"score": score})
     if float(temperature) <= 0.0:
         return
@@ -28,17 +24,6 @@ def launch(*, score: Tensor, keys: Tensor, temperature: Tensor, scratch: Tensor 
         mine = noise[: part.shape[0]]
         fill_gumbels(mine, keys[start : start + noise.shape[0]], numbers)
         part.add_(mine)
-
-
-def check(score: Tensor, keys: Tensor, temperature: Tensor) -> None:
-    """Check the operands."""
-    rows = (score.shape[0],)
-    check_shapes(
-        "perturb_score",
-        score=(score, rows, torch.float32),
-        keys=(keys, rows, INDEX[0]),
-        temperature=(temperature, (1,), torch.float32),
-    )
 
 
 def reference(*, score: Tensor, keys: Tensor, temperature: Tensor) -> Tensor:

@@ -1,10 +1,8 @@
 """prefix_logsumexp: over the prefix of each voting row, the logarithm of what the exponentials of its scores add up to.
 
-Contract: prefix_logsumexp(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, captured[B] int32, votes[T] uint8,
-cu_seqlens[B+1] int32; layer, kv_heads, head_size, scale, span, keys) -> logsumexp[T, N] float32, all whole; `span` and `keys` are
-for the cost model alone. The formula is that of the contract (`mosaic.registrar.operators.prefix_logsumexp`). Online over tiles of
-keys, in float32 (float64 for float64). Legend: T rows, R rows of the state, L layers, B sequences, X extents, N query heads, K KV
-heads, H size, A rows times heads of a tile.
+The formula is that of the contract (`mosaic.registrar.operators.prefix_logsumexp`). Online over tiles of keys, in float32
+(float64 for float64). Legend: T rows, R rows of the state, L layers, B sequences, X extents, N query heads, K KV heads, H
+size, A rows times heads of a tile.
 """
 
 from __future__ import annotations
@@ -17,11 +15,10 @@ from torch import Tensor
 from mosaic.kernels.key_mass import scores_of, tiles_of_keys
 from mosaic.kernels.shared.attention import tile_shape
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.extents import check_extents, check_kv, kept_tokens, pieces, windows
-from mosaic.kernels.shared.operands import check_shapes, heads_of_sets
+from mosaic.kernels.shared.extents import kept_tokens, pieces, windows
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 
-__all__ = ["bind", "check", "launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
 def bind(
@@ -43,7 +40,7 @@ def bind(
     scratch: Tensor | None = None,
 ) -> Run:
     """Write the log-sum-exps of voting rows into logsumexp [T, N]; lengths, extents and votes are read on the host."""
-    group = check(q, kv, extents, cu_extents, captured, votes, cu_seqlens, logsumexp, layer, kv_heads, head_size)
+    group = q.shape[1] // (kv_heads * head_size)
     query, scores, *tiles = tiles_of("prefix_logsumexp", scratch, {"q": q}, head_size=head_size)
     vectors, wide = tiles[:5], tiles[5:]
     q_KTGH = q.view(q.shape[0], kv_heads, group, head_size).transpose(0, 1)
@@ -97,25 +94,6 @@ def _log_sums(
         total.mul_(correction).add_(tile_total)
         maximum.copy_(new_maximum)
     return total.log_().add_(maximum)
-
-
-def check(
-    q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, captured: Tensor, votes: Tensor, cu_seqlens: Tensor,
-    logsumexp: Tensor, layer: int, kv_heads: int, head_size: int,
-) -> int:  # fmt: skip
-    """Check the operands; return the query heads of a KV head."""
-    group = heads_of_sets("prefix_logsumexp", q, head_size, kv_heads, kv_heads)
-    check_shapes(
-        "prefix_logsumexp",
-        q=(q, q.shape, None),
-        kv=(kv, (kv.shape[0], kv.shape[-1]), q.dtype),
-        captured=(captured, (cu_seqlens.shape[0] - 1,), torch.int32),
-        votes=(votes, q.shape[:1], torch.uint8),
-        logsumexp=(logsumexp, (q.shape[0], group * kv_heads), torch.float32),
-    )
-    check_extents("prefix_logsumexp", extents, cu_extents, cu_seqlens)
-    check_kv("prefix_logsumexp", kv, kv_heads * head_size, layer)
-    return group
 
 
 def reference(

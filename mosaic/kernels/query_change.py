@@ -1,9 +1,7 @@
 """query_change: by how much each sequence's queries differ from the kept ones; new ones are kept.
 
-Contract: query_change(q[T, C], kept[E, M*C], owner[B] int64, prefix[B] int32, cu_seqlens[B+1] int32, positions[T] int32,
-refreshed[B] int32 or None, all whole; rows) -> change[B] float32; updates kept. What is kept and what is compared, the contract
-says (`mosaic.registrar.operators.query_change`; FlashBlock, LoSA). Sums are in float32 (float64 for float64).
-Legend: T query rows, C columns, E owners, M rows of a block, B sequences.
+What is kept and what is compared, the contract says (`mosaic.registrar.operators.query_change`; FlashBlock, LoSA). Sums are
+in float32 (float64 for float64). Legend: T query rows, C columns, E owners, M rows of a block, B sequences.
 """
 
 from __future__ import annotations
@@ -13,12 +11,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mosaic.kernels.joined_attention import check_kept
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.operands import check_shapes
 from mosaic.kernels.shared.scratch import tiles_of
 
-__all__ = ["bind", "check", "launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
 def bind(
@@ -26,7 +22,6 @@ def bind(
     refreshed: Tensor | None = None, scratch: Tensor | None = None,
 ) -> Run:  # fmt: skip
     """Write the changes into change [B], and new queries into their rows of kept [E, M*C]; lengths are read on the host."""
-    check(q, kept, owner, prefix, cu_seqlens, positions, refreshed, change, rows)
     wide, other, sums = tiles_of("query_change", scratch, {"q": q})
     kept_EMC = kept.view(kept.shape[0], rows, q.shape[1])
     difference, magnitude, part = sums.unbind()
@@ -53,24 +48,6 @@ def bind(
 
 
 launch = launcher(bind)
-
-
-def check(
-    q: Tensor, kept: Tensor, owner: Tensor, prefix: Tensor, cu_seqlens: Tensor, positions: Tensor, refreshed: Tensor | None,
-    change: Tensor, rows: int,
-) -> None:  # fmt: skip
-    """Check the operands."""
-    check_kept("query_change", q, kept, owner, cu_seqlens, rows, 0)
-    counts = (cu_seqlens.shape[0] - 1,)
-    check_shapes(
-        "query_change",
-        q=(q, (q.shape[0], q.shape[-1]), None),
-        prefix=(prefix, counts, torch.int32),
-        cu_seqlens=(cu_seqlens, cu_seqlens.shape[:1], torch.int32),
-        positions=(positions, q.shape[:1], torch.int32),
-        refreshed=(refreshed, counts, torch.int32),
-        change=(change, counts, torch.float32),
-    )
 
 
 def reference(

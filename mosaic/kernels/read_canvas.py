@@ -1,7 +1,6 @@
 """read_canvas: tokens of some rows of a canvas, and `open_id` where a position is open.
 
-Contract: read_canvas(canvas[R] int64 whole, rows[C] int64; open_id) -> y[C] int64, y = canvas[rows], or open_id where that is
--1 or rows lies outside the canvas; y overlaps no operand. Legend: R rows of the state, C rows that are read.
+Legend: R rows of the state, C rows that are read.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.operands import INDEX, check_shapes
 from mosaic.registrar.operators.read_canvas import OPEN
 
 __all__ = ["bind", "launch", "reference"]
@@ -18,10 +16,6 @@ __all__ = ["bind", "launch", "reference"]
 
 def bind(*, canvas: Tensor, rows: Tensor, y: Tensor, open_id: int, scratch: Tensor | None = None) -> Run:
     """Write the tokens into y [C]."""
-    count = rows.shape
-    check_shapes(
-        "read_canvas", canvas=(canvas, canvas.shape[:1], INDEX[0]), rows=(rows, count, INDEX[0]), y=(y, count, INDEX[0])
-    )
     kept, places, out = canvas.numpy(), rows.numpy(), y.numpy()
 
     def run() -> None:

@@ -1,9 +1,6 @@
 """resume_rows: bounds and positions of the rows kept, and which rows to decide are among them.
 
-Contract: resume_rows(chosen[S] int64, bounds[B+1] int32, positions[T] int32, rows[M] int64, cu_rows[B+1] int32; size, most) ->
-kept[C] int64, kept_positions[C] int32, cu_seqlens[B+1] int32, decided[D] int64, asked[D] int64, cu_decided[B+1] int32, place[M]
-int32, count[1] int32, as `mosaic.registrar.operators.resume_rows` says; all are read whole. Outputs overlap no operand. Legend: S
-numbers of tokens, C rows kept, T tokens, M rows asked for, D rows decided, B sequences.
+Outputs overlap no operand. Legend: S numbers of tokens, C rows kept, T tokens, M rows asked for, D rows decided, B sequences.
 """
 
 from __future__ import annotations
@@ -13,9 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mosaic.kernels.shared.operands import INDEX, check_shapes
-
-__all__ = ["check", "launch", "reference"]
+__all__ = ["launch", "reference"]
 
 
 def launch(
@@ -38,21 +33,6 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write all outputs; bounds and rows are read on the host."""
-    check(
-        chosen,
-        bounds,
-        positions,
-        rows,
-        cu_rows,
-        kept,
-        kept_positions,
-        cu_seqlens,
-        decided,
-        asked,
-        cu_decided,
-        place,
-        count,
-    )
     kept.copy_(chosen[: kept.numel()])
     torch.index_select(positions, 0, kept, out=kept_positions)
     for whole in (cu_seqlens, decided, asked, cu_decided, count):
@@ -71,30 +51,6 @@ def launch(
                 of_kept[found], of_asked[found], of_rows[row] = places[wanted[row]], row, found
                 found += 1
         ends[sequence + 1] = found
-
-
-def check(
-    chosen: Tensor, bounds: Tensor, positions: Tensor, rows: Tensor, cu_rows: Tensor, kept: Tensor, kept_positions: Tensor,
-    cu_seqlens: Tensor, decided: Tensor, asked: Tensor, cu_decided: Tensor, place: Tensor, count: Tensor,
-) -> None:  # fmt: skip
-    """Check shapes and dtypes, and that there are enough numbers of tokens."""
-    ends, some = bounds.shape, decided.shape
-    check_shapes(
-        "resume_rows",
-        chosen=(chosen, (max(chosen.shape[0], kept.shape[0]),), INDEX[0]),
-        bounds=(bounds, ends, torch.int32),
-        positions=(positions, (positions.shape[0],), torch.int32),
-        rows=(rows, (rows.shape[0],), INDEX[0]),
-        cu_rows=(cu_rows, ends, torch.int32),
-        kept=(kept, (kept.shape[0],), INDEX[0]),
-        kept_positions=(kept_positions, kept.shape, torch.int32),
-        cu_seqlens=(cu_seqlens, ends, torch.int32),
-        decided=(decided, some, INDEX[0]),
-        asked=(asked, some, INDEX[0]),
-        cu_decided=(cu_decided, ends, torch.int32),
-        place=(place, rows.shape, torch.int32),
-        count=(count, (1,), torch.int32),
-    )
 
 
 def reference(

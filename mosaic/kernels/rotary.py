@@ -1,9 +1,9 @@
 """rotary: rotary position embedding, rotate-half, on the first R columns of each head, in place.
 
 Formula: with a = position * inv_freq, (x1, x2) -> (x1 cos a - x2 sin a, x2 cos a + x1 sin a), x1 and x2 the two halves
-of R, cosines and sines times `factor`. Contract: rotary(updates x[T, N*H], positions[T] int32, inv_freq[R/2] or [S, R/2]
-float32, sequences[T] int32?; head_size, factor); angles, cosines and sines in float32. Source: Su et al. 2021, "RoFormer".
-Legend: T rows, N heads, H head size, R rotated columns of a head, h = R/2, S sequences.
+of R, cosines and sines times `factor`.
+
+Source: Su et al. 2021, "RoFormer". Legend: T rows, N heads, H head size, R rotated columns of a head, h = R/2, S sequences.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.operands import check_shapes, heads_of
 from mosaic.kernels.shared.scratch import tiles_of
 
 __all__ = ["bind", "launch", "reference"]
@@ -30,14 +29,7 @@ def bind(
 ) -> Run:
     """Rotate the heads of x [T, N*H] in place by their rows' positions, and their sequences' frequencies."""
     tokens, half = x.shape[0], inv_freq.shape[-1]
-    heads = heads_of("rotary", "x", x, head_size)
-    check_shapes(
-        "rotary",
-        x=(x, (tokens, heads * head_size), None),
-        positions=(positions, (tokens,), torch.int32),
-        inv_freq=(inv_freq, (half,) if sequences is None else (inv_freq.shape[0], half), torch.float32),
-        sequences=(sequences, (tokens,), torch.int32),
-    )
+    heads = x.shape[-1] // head_size
     tiles = tiles_of("rotary", scratch, {"x": x, "inv_freq": inv_freq}, head_size=head_size)
     x_TNR = x.view(tokens, heads, head_size)[:, :, : 2 * half]
     step = tiles[0].shape[0]

@@ -1,23 +1,17 @@
 """rotary_store: heads of q and k normed and rotated, q in place, k and v into the rows that their sequences own.
 
-Contract: rotary_store(updates q[T, N*H] sliced, k[T, W] sliced, v[T, W] sliced, updates kv[R, L*2*W] whole, extents[X, 4] int64
-whole, cu_extents[B+1] int32 whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced, inv_freq[R/2] or [S, R/2] float32,
-q_norm[H] and k_norm[H] or none, sequences[T] int32? sliced; layer, head_size, eps, factor): `head_norm`, `rotary` and `kv_store`
-one after the other; k and v are only read. Row r of q is row `row_start + r` of the packed window. Legend: T tokens, N query
-heads, H head size, W width of keys.
+Row r of q is row `row_start + r` of the packed window. Legend: T tokens, N query heads, H head size, W width of keys.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from mosaic.kernels import head_norm, kv_store, rotary
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.operands import check_shapes, heads_of
 from mosaic.kernels.shared.scratch import tiles_of
 
-__all__ = ["bind", "check", "launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
 def bind(
@@ -42,9 +36,6 @@ def bind(
     scratch: Tensor | None = None,
 ) -> Run:
     """Update q and kv."""
-    check(
-        q, k, v, kv, extents, cu_extents, cu_seqlens, positions, inv_freq, q_norm, k_norm, sequences, layer, head_size
-    )
     operands = {"q": q, "k": k, "inv_freq": inv_freq} | ({} if q_norm is None else {"q_norm": q_norm})
     keys, rotation, norms = tiles_of("rotary_store", scratch, operands, head_size=head_size)
     parts: list[Run] = []
@@ -77,24 +68,6 @@ def bind(
 
 
 launch = launcher(bind)
-
-
-def check(
-    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor, positions: Tensor,
-    inv_freq: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, sequences: Tensor | None, layer: int, head_size: int,
-) -> tuple[int, int]:  # fmt: skip
-    """Check the operands; return the heads of queries and of keys."""
-    heads = kv_store.check(k, v, kv, extents, cu_extents, cu_seqlens, positions, layer, head_size)
-    q_heads = heads_of("rotary_store", "q", q, head_size)
-    check_shapes(
-        "rotary_store",
-        q=(q, (k.shape[0], q_heads * head_size), k.dtype),
-        inv_freq=(inv_freq, inv_freq.shape[-1:] if sequences is None else inv_freq.shape[:2], torch.float32),
-        sequences=(sequences, (k.shape[0],), torch.int32),
-        q_norm=(q_norm, (head_size,), k.dtype),
-        k_norm=(k_norm, (head_size,), k.dtype),
-    )
-    return q_heads, heads
 
 
 def reference(

@@ -1,16 +1,14 @@
 """row_nucleus: a token of each row drawn from what top-p and top-k keep.
 
-Contract: row_nucleus(logits[C, V], keys[C] int64, temperature[1] float32, top_p[1] float32, top_k[1] int32) -> sample[C]
-int64, probability[C], margin[C], entropy[C] float32. In the order of the logits, the highest first, ties to the lower id,
-the first n tokens are kept: those before which the softmax of logits / temperature has no more mass than top_p (1 and
-more: all), and no more than top_k (0 and less: all). probability is the sample's, margin the first's less the second's (0
-if there is none), entropy sum p log(p + 1e-10), of the softmax over the kept. The sample is the argmax over the kept of
-row_sample's score, logit - temperature * log E; at temperature 0 the first, with the softmax at 1. A row of nothing but
--inf has token 0 and zeros. Source: Dream's `sample_tokens`; there top-k keeps all tokens that tie with the k-th. Legend: C
-rows, V vocabulary.
+In the order of the logits, the highest first, ties to the lower id, the first n tokens are kept: those before which the
+softmax of logits / temperature has no more mass than top_p (1 and more: all), and no more than top_k (0 and less: all).
+probability is the sample's, margin the first's less the second's (0 if there is none), entropy sum p log(p + 1e-10), of the
+softmax over the kept. The sample is the argmax over the kept of row_sample's score, logit - temperature * log E; at
+temperature 0 the first, with the softmax at 1. A row of nothing but -inf has token 0 and zeros. Source: Dream's
+`sample_tokens`; there top-k keeps all tokens that tie with the k-th. Legend: C rows, V vocabulary.
 
-Masses are added in float64 here and in float32 on a GPU, in other orders: a token that passes top_p by less than the
-rounding of the sum, about 1e-6, may be kept by one and not by the other.
+Masses are added in float64 here and in float32 on a GPU, in other orders: a token that passes top_p by less than the rounding
+of the sum, about 1e-6, may be kept by one and not by the other.
 """
 
 from __future__ import annotations
@@ -19,12 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mosaic.kernels.shared.operands import INDEX, check_shapes
 from mosaic.kernels.shared.order import fill_order, indices_of
 from mosaic.kernels.shared.sampling import exponentials, fill_exponentials
 from mosaic.kernels.shared.scratch import tiles_of
 
-__all__ = ["check", "launch", "reference"]
+__all__ = ["launch", "reference"]
 
 _LOWEST = torch.finfo(torch.float32).min
 
@@ -43,7 +40,6 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write the samples and the figures of the rows of logits [C, V]; the three settings are read on the host."""
-    check(logits, keys, temperature, top_p, top_k, sample, probability, margin, entropy)
     tiles = tiles_of("row_nucleus", scratch, {"logits": logits})
     settings = float(temperature), float(top_p), int(top_k)
     outputs = [output.numpy() for output in (sample, probability, margin, entropy)]
@@ -51,33 +47,6 @@ def launch(
         results = _nucleus(logits[row], keys[row : row + 1], settings, tiles)
         for output, result in zip(outputs, results, strict=True):
             output[row] = result
-
-
-def check(
-    logits: Tensor,
-    keys: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    top_k: Tensor,
-    sample: Tensor,
-    probability: Tensor,
-    margin: Tensor,
-    entropy: Tensor,
-) -> None:
-    """Check the operands."""
-    rows, vocabulary = logits.shape
-    check_shapes(
-        "row_nucleus",
-        logits=(logits, (rows, vocabulary), None),
-        keys=(keys, (rows,), INDEX[0]),
-        temperature=(temperature, (1,), torch.float32),
-        top_p=(top_p, (1,), torch.float32),
-        top_k=(top_k, (1,), torch.int32),
-        sample=(sample, (rows,), INDEX[0]),
-        probability=(probability, (rows,), torch.float32),
-        margin=(margin, (rows,), torch.float32),
-        entropy=(entropy, (rows,), torch.float32),
-    )
 
 
 def _nucleus(

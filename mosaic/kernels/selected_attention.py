@@ -1,13 +1,9 @@
 """selected_attention: softmax(q k^T * scale) v per sequence, over selected keys of a prefix and all keys after it.
 
-Contract: selected_attention(q[T, N*H] sliced, kv[R, L*2*K*H] whole, extents[X, 4] int64 whole, cu_extents[B+1] int32 whole,
-selected[E, W] int32 whole, owner[B] int64 whole, captured[B] int32 whole, seen[B] int32 whole, cu_seqlens[B+1] int32 whole,
-positions[T] int32 sliced; layer, slot, sets, k, page, kv_heads, head_size, scale, attended, block, rows, tiles) -> y[T, N*H]; y may
-overwrite q; `attended` is for the cost model alone. Who attends to what, the contract says
-(`mosaic.registrar.operators.selected_attention`; MAGE, Algorithm 1). Row r of q is row `row_start + r` of the packed window. A row
-in no sequence, or that sees no key, is left as it was. Selected keys are gathered into tiles; online softmax in float32 (float64
-for float64). Legend: T query rows, R rows of the state, L layers, B sequences, X extents, E rows of selections, N query heads, K KV
-heads, H size.
+Who attends to what, the contract says (`mosaic.registrar.operators.selected_attention`; MAGE, Algorithm 1). Row r of q is row
+`row_start + r` of the packed window. A row in no sequence, or that sees no key, is left as it was. Selected keys are gathered
+into tiles; online softmax in float32 (float64 for float64). Legend: T query rows, R rows of the state, L layers, B sequences,
+X extents, E rows of selections, N query heads, K KV heads, H size.
 """
 
 from __future__ import annotations
@@ -22,14 +18,12 @@ from torch import Tensor
 
 from mosaic.kernels.shared.attention import keys_seen, online_softmax, parted, tile_shape, visible
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.extents import Piece, check_extents, check_kv, kept_tokens, pieces, windows
-from mosaic.kernels.shared.operands import check_shapes, heads_of_sets
+from mosaic.kernels.shared.extents import Piece, kept_tokens, pieces, windows
 from mosaic.kernels.shared.scratch import beginning, tiles_of
-from mosaic.kernels.top_keys import check_selection
 from mosaic.registrar.operators.top_keys import numbers_of
 from mosaic.registrar.tiles import KEY_ROWS
 
-__all__ = ["bind", "check", "launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 Kept = Sequence[tuple[Piece, Tensor]]
 """Pieces of a sequence, and the keys and values [2, S, H] of one head in each."""
@@ -65,10 +59,7 @@ def bind(
     scratch: Tensor | None = None,
 ) -> Run:
     """Write the attention of the query rows into y [T, N*H]; lengths, extents, positions and selections are read on the host."""
-    members = check(
-        q, kv, extents, cu_extents, selected, owner, captured, seen, cu_seqlens, positions, y, layer, slot, sets, k, page,
-        kv_heads, head_size, tiles,
-    )  # fmt: skip
+    members = q.shape[1] // (sets * head_size)
     found = tiles_of("selected_attention", scratch, {"q": q}, head_size=head_size, k=k)
     (chosen, place, gathered), (converted, scratches) = found[:3], parted(found[3:], masked=True)
     places, steps, listed = chosen.numpy(), np.arange(page), selected.numpy()
@@ -181,28 +172,6 @@ def _attend(
             packed = beginning(query, part.shape).copy_(part).flatten(0, 1)
             done = online_softmax(packed[None], keys.tiles(max(limits), width), scale, tiles, limits)
             y_TMH[tile].copy_(done.view(part.shape))
-
-
-def check(
-    q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, selected: Tensor, owner: Tensor, captured: Tensor, seen: Tensor,
-    cu_seqlens: Tensor, positions: Tensor, y: Tensor, layer: int, slot: int, sets: int, k: int, page: int, kv_heads: int,
-    head_size: int, tiles: int,
-) -> int:  # fmt: skip
-    """Check the operands; return the query heads of a set."""
-    members, rows = heads_of_sets("selected_attention", q, head_size, kv_heads, sets), q.shape
-    check_shapes(
-        "selected_attention",
-        q=(q, rows, None),
-        kv=(kv, (kv.shape[0], kv.shape[-1]), q.dtype),
-        owner=(owner, (cu_seqlens.shape[0] - 1,), torch.int64),
-        seen=(seen, (cu_seqlens.shape[0] - 1,), torch.int32),
-        positions=(positions, rows[:1], torch.int32),
-        y=(y, rows, q.dtype),
-    )
-    check_selection("selected_attention", selected, owner, captured, slot, sets * tiles, k, page)
-    check_extents("selected_attention", extents, cu_extents, cu_seqlens)
-    check_kv("selected_attention", kv, kv_heads * head_size, layer)
-    return members
 
 
 def reference(

@@ -1,7 +1,6 @@
 """shift_rows: the row whose logits predict row i, in models trained with a shift (Dream): i - 1, within its sequence.
 
-Contract: shift_rows(rows[M] int64, cu_seqlens[B+1] int32) -> y[M] int64, y = max(row - 1, first row of its sequence); y
-may overwrite rows. Moving indices instead of copying shifted logits. Legend: M rows, B sequences.
+Moving indices instead of copying shifted logits. Legend: M rows, B sequences.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mosaic.kernels.shared.operands import INDEX, check_shapes
 from mosaic.kernels.shared.scratch import tiles_of
 
 __all__ = ["launch", "reference"]
@@ -17,13 +15,6 @@ __all__ = ["launch", "reference"]
 
 def launch(*, rows: Tensor, cu_seqlens: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:
     """Write the shifted rows into y [M]."""
-    count = rows.shape[0]
-    check_shapes(
-        "shift_rows",
-        rows=(rows, (count,), INDEX[0]),
-        cu_seqlens=(cu_seqlens, (cu_seqlens.shape[0],), torch.int32),
-        y=(y, (count,), INDEX[0]),
-    )
     one, bounds, sequence, first = tiles_of("shift_rows", scratch, {"rows": rows, "cu_seqlens": cu_seqlens})
     one.fill_(1)
     bounds.copy_(cu_seqlens)  # searchsorted converts an int32 table in fresh memory

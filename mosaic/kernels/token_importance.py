@@ -1,10 +1,8 @@
 """token_importance: how much attention the voting rows of each sequence give to the positions of its block, per KV head.
 
-Contract: token_importance(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, cu_seqlens[B+1] int32,
-votes[T] uint8, first[B] int32, listed[B, P] int32; layer, kv_heads, head_size, scale, pool) -> importance[B, K, P] float32, all
-whole. The formula is that of the contract (`mosaic.registrar.operators.token_importance`; FOCUS, equations 2 and 15). Sums are in
-float32 (float64 for float64). Legend: T rows, R rows of the state, L layers, B sequences, X extents, N query heads, K KV heads, H
-size, P positions of a block, A rows times heads of a tile.
+The formula is that of the contract (`mosaic.registrar.operators.token_importance`; FOCUS, equations 2 and 15). Sums are in
+float32 (float64 for float64). Legend: T rows, R rows of the state, L layers, B sequences, X extents, N query heads, K KV
+heads, H size, P positions of a block, A rows times heads of a tile.
 """
 
 from __future__ import annotations
@@ -15,14 +13,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mosaic.errors import GraphError
 from mosaic.kernels.key_mass import scores_of
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.extents import Piece, check_extents, check_kv, kept_tokens, pieces
-from mosaic.kernels.shared.operands import check_shapes, heads_of_sets
+from mosaic.kernels.shared.extents import Piece, kept_tokens, pieces
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 
-__all__ = ["bind", "check", "launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
 def bind(
@@ -44,9 +40,7 @@ def bind(
     scratch: Tensor | None = None,
 ) -> Run:
     """Write the importance of each sequence's positions, [B, K, P]; extents, votes and lists are read on the host."""
-    group = check(
-        q, kv, extents, cu_extents, cu_seqlens, votes, first, listed, importance, layer, kv_heads, head_size, pool
-    )
+    group = q.shape[1] // (kv_heads * head_size)
     query, keys, scores, pooled, row, column, total = tiles_of(
         "token_importance", scratch, {"q": q, "listed": listed}, head_size=head_size
     )
@@ -114,31 +108,6 @@ def _add(s: Tensor, reach: int, pooled: Tensor, row: Tensor, column: Tensor, tot
     p.div_(highest.unsqueeze(1))
     torch.sum(p, dim=0, out=found)
     total[:count].add_(found)
-
-
-def check(
-    q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor, votes: Tensor, first: Tensor,
-    listed: Tensor, importance: Tensor, layer: int, kv_heads: int, head_size: int, pool: int,
-) -> int:  # fmt: skip
-    """Check the operands; return the query heads of a KV head."""
-    group = heads_of_sets("token_importance", q, head_size, kv_heads, kv_heads)
-    sequences = cu_seqlens.shape[0] - 1
-    check_shapes(
-        "token_importance",
-        q=(q, q.shape, None),
-        kv=(kv, (kv.shape[0], kv.shape[-1]), q.dtype),
-        votes=(votes, q.shape[:1], torch.uint8),
-        first=(first, (sequences,), torch.int32),
-        listed=(listed, (sequences, listed.shape[-1]), torch.int32),
-        importance=(importance, (sequences, kv_heads, listed.shape[-1]), torch.float32),
-    )
-    check_extents("token_importance", extents, cu_extents, cu_seqlens)
-    check_kv("token_importance", kv, kv_heads * head_size, layer)
-    if pool < 1 or pool % 2 == 0:
-        raise GraphError(f"token_importance: pool is {pool}, expected an odd number of keys.")
-    if not (listed.is_contiguous() and importance.is_contiguous()):
-        raise GraphError("token_importance: rows of 'listed' and 'importance' must lie side by side.")
-    return group
 
 
 def reference(

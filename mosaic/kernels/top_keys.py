@@ -1,9 +1,8 @@
 """top_keys: the pages of each prefix with the most attention mass, per set, into the rows of a state.
 
-Contract: top_keys(mass[sets, S] float32, captured[B] int32, cu_keys[B+1] int32, owner[B] int64, selected[E, W] int32; slot, sets,
-k, page, ratio, enough), all whole; updates selected. What is chosen, and where it is written, is as the contract says
-(`mosaic.registrar.operators.top_keys`; MAGE, equation 3). The pages of one sequence and set are sorted in the plan's own memory.
-Legend: S keys of all prefixes, B sequences, E rows, W numbers of a row.
+What is chosen, and where it is written, is as the contract says (`mosaic.registrar.operators.top_keys`; MAGE, equation 3).
+The pages of one sequence and set are sorted in the plan's own memory. Legend: S keys of all prefixes, B sequences, E rows, W
+numbers of a row.
 """
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mosaic.errors import GraphError
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.operands import check_shapes
 from mosaic.kernels.shared.order import fill_order, indices_of
 from mosaic.kernels.shared.scratch import tiles_of
 from mosaic.registrar.operators.top_keys import keys_of, numbers_of
 
-__all__ = ["bind", "check", "check_selection", "launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
 def bind(
@@ -39,7 +36,6 @@ def bind(
     scratch: Tensor | None = None,
 ) -> Run:
     """Write count and pages of each sequence and set into its row of selected [E, W]; lengths are read on the host."""
-    check(mass, captured, cu_keys, owner, selected, slot, sets, k, page)
     order, sums, ranks = tiles_of("top_keys", scratch, {"mass": mass})
     sorted_, values, ranked = order.numpy(), sums.numpy(), ranks.numpy()
     given, rows, numbers = mass.numpy(), selected.numpy(), numbers_of(k, page)
@@ -84,38 +80,6 @@ def _count(keys: int, k: int, page: int, ratio: float) -> int:
 def _fewest(sums: NDArray[np.float32], enough: float) -> int:
     """How many of these sums, the largest first, add up to enough; all where they do not."""
     return min(int(np.searchsorted(np.cumsum(sums), np.float32(enough))) + 1, len(sums))
-
-
-def check(
-    mass: Tensor, captured: Tensor, cu_keys: Tensor, owner: Tensor, selected: Tensor, slot: int, sets: int, k: int, page: int
-) -> None:  # fmt: skip
-    """Check the operands."""
-    check_shapes(
-        "top_keys",
-        mass=(mass, (sets, mass.shape[-1]), torch.float32),
-        cu_keys=(cu_keys, (owner.shape[0] + 1,), torch.int32),
-    )
-    check_selection("top_keys", selected, owner, captured, slot, sets, k, page)
-
-
-def check_selection(
-    kernel: str, selected: Tensor, owner: Tensor, captured: Tensor, slot: int, sets: int, k: int, page: int
-) -> None:
-    """Check that rows of `selected` have a place for this slot, and what says whose they are."""
-    sequences = owner.shape[:1]
-    check_shapes(
-        kernel,
-        captured=(captured, sequences, torch.int32),
-        owner=(owner, sequences, torch.int64),
-        selected=(selected, (selected.shape[0], selected.shape[-1]), torch.int32),
-    )
-    if k % page:
-        raise GraphError(f"{kernel}: {k} keys are not whole pages of {page}.")
-    if not 0 <= slot < selected.shape[1] // (sets * numbers_of(k, page)):
-        raise GraphError(
-            f"{kernel}: operand 'selected' has rows of {selected.shape[1]} numbers, slot {slot} of {sets} sets with "
-            f"{numbers_of(k, page)} each does not fit."
-        )
 
 
 def reference(

@@ -1,9 +1,7 @@
 """transfer: which rows are committed by their scores, and the tokens after it.
 
-Contract: transfer(token[M] int64, score[M] float32, current[M] int64, cu_rows[B+1] int32, quota[B] int32, threshold[B]
-float32, edit_threshold?[B] float32; rule, mask_id) -> chosen[M] int64, committed[M] uint8 (0 or 1). The rules are those of
-the contract. All of them commit, of a sequence's candidates in the order of their scores (ties: the lower row), the first
-few; they differ in how many. Outputs overlap no operand. Legend: M rows, B sequences.
+The rules are those of the contract. All of them commit, of a sequence's candidates in the order of their scores (ties: the
+lower row), the first few; they differ in how many. Outputs overlap no operand. Legend: M rows, B sequences.
 
 The order is sorted in the plan's own memory (`_order`), and thresholds are counted in it by binary search.
 """
@@ -18,13 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mosaic.errors import GraphError, UnknownName
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.operands import INDEX, check_shapes
 from mosaic.kernels.shared.order import Order, above, at_least, fill_order, indices_of
 from mosaic.kernels.shared.scratch import tiles_of
 
-__all__ = ["RULES", "bind", "check", "launch", "reference"]
+__all__ = ["RULES", "bind", "launch", "reference"]
 
 _NEVER: Final = 2**63 - 1
 """Sorts behind every candidate."""
@@ -46,7 +42,6 @@ def bind(
     scratch: Tensor | None = None,
 ) -> Run:
     """Write chosen [M] and committed [M]; the bounds, quotas and thresholds are read on the host."""
-    check(token, score, current, cu_rows, quota, threshold, edit_threshold, chosen, committed, rule)
     order, values, ranks, kept, other = (tile.numpy() for tile in tiles_of("transfer", scratch, {"score": score}))
     given, tokens, before, taken = score.numpy(), token.numpy(), current.numpy(), committed.view(torch.bool)
     done, count_of = taken.numpy(), RULES[rule]
@@ -77,40 +72,6 @@ def bind(
 
 
 launch = launcher(bind)
-
-
-def check(
-    token: Tensor,
-    score: Tensor,
-    current: Tensor,
-    cu_rows: Tensor,
-    quota: Tensor,
-    threshold: Tensor,
-    edit_threshold: Tensor | None,
-    chosen: Tensor,
-    committed: Tensor,
-    rule: str,
-) -> None:
-    """Check the operands and the rule."""
-    if rule not in RULES:
-        raise UnknownName("rule", rule, RULES)
-    if (rule == "edit") != (edit_threshold is not None):
-        raise GraphError(
-            f"transfer: operand 'edit_threshold' belongs to rule 'edit', and to no other; the rule is '{rule}'."
-        )
-    (rows,), (seqs,) = score.shape, quota.shape
-    check_shapes(
-        "transfer",
-        token=(token, (rows,), INDEX[0]),
-        score=(score, (rows,), torch.float32),
-        current=(current, (rows,), INDEX[0]),
-        cu_rows=(cu_rows, (seqs + 1,), torch.int32),
-        quota=(quota, (seqs,), torch.int32),
-        threshold=(threshold, (seqs,), torch.float32),
-        edit_threshold=(edit_threshold, (seqs,), torch.float32),
-        chosen=(chosen, (rows,), INDEX[0]),
-        committed=(committed, (rows,), torch.uint8),
-    )
 
 
 def _top(order: Order, quota: int, threshold: float) -> int:

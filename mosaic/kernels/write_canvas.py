@@ -1,26 +1,22 @@
 """write_canvas: tokens into some rows of a canvas.
 
-Contract: write_canvas(token[C] int64, rows[C] int64, updates canvas[R] int64 whole, taken?[C] uint8): canvas[rows] = token where
-taken is not 0, or everywhere. Rows that are taken are distinct; those outside the canvas are left out. canvas overlaps no other
-operand. Legend: R rows of the state, C rows that are written.
+Rows that are taken are distinct; those outside the canvas are left out. canvas overlaps no other operand. Legend: R rows of
+the state, C rows that are written.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.operands import INDEX, check_shapes
 
-__all__ = ["bind", "check", "launch", "reference"]
+__all__ = ["bind", "launch", "reference"]
 
 
 def bind(
     *, token: Tensor, rows: Tensor, canvas: Tensor, taken: Tensor | None = None, scratch: Tensor | None = None
 ) -> Run:
     """Update canvas."""
-    check(token, rows, canvas, taken)
     kept, places, given = canvas.numpy(), rows.numpy(), token.numpy()
     flags = None if taken is None else taken.numpy()
 
@@ -33,18 +29,6 @@ def bind(
 
 
 launch = launcher(bind)
-
-
-def check(token: Tensor, rows: Tensor, canvas: Tensor, taken: Tensor | None) -> None:
-    """Check the operands."""
-    count = rows.shape
-    check_shapes(
-        "write_canvas",
-        token=(token, count, INDEX[0]),
-        rows=(rows, count, INDEX[0]),
-        canvas=(canvas, canvas.shape[:1], INDEX[0]),
-        taken=(taken, count, torch.uint8),
-    )
 
 
 def reference(*, token: Tensor, rows: Tensor, canvas: Tensor, taken: Tensor | None = None) -> Tensor:

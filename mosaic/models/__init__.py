@@ -94,17 +94,20 @@ class Model:
         return replace(self, config=config, architecture=architecture)
 
     def graph(
-        self, *, backend: str = "cuda", choices: Mapping[str, str] | None = None, phase: Phase = FULL_STEP
-    ) -> Graph:
+        self, *, backend: str = "cuda", choices: Mapping[str, str] | None = None, phase: Phase = FULL_STEP,
+        brief: bool = False,
+    ) -> Graph:  # fmt: skip
         """Register one graph of the model's program: of a kind of step, a full denoising step if none is named.
 
-        It declares all weights of the model: a phase without a head has those of a full step.
+        It declares all weights of the model: a phase without a head has those of a full step. A brief one leaves out layers that
+        repeat others, for whoever compiles it.
 
         >>> load("llada-8b").graph().name
         'full_step'
         """
         others = () if phase.head.decides else (FULL_STEP,)
-        return self.program(*others, replace(phase, graph="whole"), backend=backend).register(phase.name, choices)
+        program = self.program(*others, replace(phase, graph="whole"), backend=backend)
+        return program.register(phase.name, choices, brief=brief)
 
     def program(self, *phases: Phase, backend: str = "cuda") -> Program:
         """Return kinds of steps as a program of graphs over the model's weights, states and carries; nothing is registered yet.

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-import sympy
-
 from mosaic.errors import GraphError
 from mosaic.models.architecture import Architecture
 from mosaic.models.inputs import StepInputs
 from mosaic.models.phase import Phase
 from mosaic.models.residency import Residency
 from mosaic.registrar.graph import Buffer, Graph
+from mosaic.registrar.polynomial import Polynomial
 
 __all__ = ["WITHOUT_HIDDEN", "StepEnding"]
 
@@ -44,7 +43,7 @@ class StepEnding:
 
     def __init__(
         self, g: Graph, arch: Architecture, phase: Phase, residency: Residency, inputs: StepInputs, *,
-        hidden: Buffer | None, rows: Callable[[Buffer, str], Buffer], cu_seqlens: Buffer, masked: sympy.Symbol,
+        hidden: Buffer | None, rows: Callable[[Buffer, str], Buffer], cu_seqlens: Buffer, masked: Polynomial,
     ) -> None:  # fmt: skip
         self.g, self.arch, self.phase, self.residency, self.inputs = g, arch, phase, residency, inputs
         self._hidden, self._rows, self.cu_seqlens = hidden, rows, cu_seqlens

@@ -15,6 +15,7 @@ from mosaic.models.state import State
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
+    from mosaic.registrar.bucketed import BucketedStep
 
 __all__ = ["MAX_TOKENS", "StepSize", "bucket", "most_rows", "rounded_states"]
 
@@ -141,6 +142,36 @@ class StepSize:
     def has_rows(self) -> bool:
         """Whether the phase decides rows."""
         return self.phase.head.decides
+
+    @property
+    def name(self) -> str:
+        """The name of its graph."""
+        return self.phase.name
+
+    @property
+    def follows(self) -> bool:
+        """Whether it reads what another graph has left."""
+        return self.kept > 0
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether a call's settings are all for this graph; one of two takes those that it has."""
+        return self.phase.graph == "whole"
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether weights stay where they are for the step: between the graphs of one step they cannot move."""
+        return self.phase.cut is not None
+
+    @property
+    def bucketed(self) -> BucketedStep | None:
+        """Of a phase that is cut, how its graphs make a step; None: it is one graph."""
+        return self.phase.bucketed
+
+    @property
+    def guesses(self) -> bool:
+        """Whether the second graph is launched before its size is known."""
+        return self.phase.cut is not None and self.phase.cut.guesses
 
     @property
     def kind(self) -> Phase:

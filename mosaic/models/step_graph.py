@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    import sympy
-
     from mosaic.models.architecture import Architecture
     from mosaic.models.inputs import StepInputs
     from mosaic.models.residency import Hidden, Residency
@@ -19,6 +17,7 @@ if TYPE_CHECKING:
     from mosaic.models.state import State
     from mosaic.registrar.graph import Buffer, Graph
     from mosaic.registrar.operator import Dim
+    from mosaic.registrar.polynomial import Polynomial
 
 __all__ = ["Ending", "StepGraph"]
 
@@ -52,9 +51,9 @@ class StepGraph(Protocol):
     g: Graph
     arch: Architecture
     inputs: StepInputs
-    tokens: sympy.Symbol
-    seqs: sympy.Symbol
-    span: sympy.Symbol
+    tokens: Polynomial
+    seqs: Polynomial
+    span: Polynomial
     first_graph: bool
     residency: Residency
     on_host: bool
@@ -107,7 +106,7 @@ class Ending(Protocol):
     g: Graph
     arch: Architecture
     inputs: StepInputs
-    masked: sympy.Symbol
+    masked: Polynomial
     cu_seqlens: Buffer
 
     @property

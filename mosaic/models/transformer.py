@@ -8,6 +8,8 @@ the state, W width of a row, D hidden, F feed-forward, V vocabulary, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from mosaic.errors import GraphError
 from mosaic.models.architecture import Architecture
 from mosaic.models.attention.projections import PROJECTION_TILE, Chosen, add_product
@@ -148,9 +150,16 @@ class TransformerStep:
     def layers(self, first: int, end: int) -> dict[str, Bundle]:
         """Register layers; return the matrices that were fetched for what follows."""
         matrices = self.fetch_attention(first)
-        for layer in range(first, end):
-            matrices = self.layer(layer, matrices)
-        return matrices
+        for layer in self.g.layers(range(first, end), self.kind):
+            matrices = self.layer(layer, matrices or self.fetch_attention(layer))
+        return matrices or ({} if end == self.arch.layers else self.fetch_attention(end))
+
+    def kind(self, layer: int) -> Hashable:
+        """Return what says how a layer is registered, but for its number."""
+        arch, cut, streams = self.arch, self.phase.cut, self.residency.streams
+        observed, own = cut is not None and layer <= cut.layer, self.attention_way.kind(self, layer)
+        fetches_keys_alone = layer + 2 == arch.layers and self.partial and not self.phase.head.decides
+        return fetches_keys_alone, observed, streams(layer), streams(layer + 1), arch.stack[layer : layer + 2], own
 
     def end(self, matrices: dict[str, Bundle], table: Buffer) -> None:
         """Register what comes after the last layer."""
@@ -232,7 +241,7 @@ class TransformerStep:
         elif last:
             following = residency.fetch(self.head_matrices(), streamed=residency.streams_head)
         else:
-            following = self.fetch_attention(layer + 1)
+            following = self.fetch_attention(layer + 1) if residency.streams(layer + 1) else {}
         with g.scope(f"layers.{layer}"):
             self.feed_forward(layer, ffn)
         return following

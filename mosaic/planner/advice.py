@@ -68,10 +68,8 @@ class Misfit:
     ----------
     needed_bytes, available_bytes
         Smallest total over all moves, and the budget.
-    floor
-        What holds the floor: "the fixed part", or the op at whose live set the workspace peaks.
-    largest
-        Names and bytes of the largest buffers there.
+    floor, largest
+        "the fixed part", or the op at whose live set the workspace peaks; names and bytes of the largest buffers there.
     max_ctx_tokens
         Largest context that fits this budget; 0 if none.
     smallest_budget_bytes
@@ -133,7 +131,8 @@ def misfit(planner: Planner, request: Request, plan: Plan) -> Misfit:
         floor, largest = _at_peak(plan)
     card = _smallest_device(planner, request)
     on_host = _on_host if fixed <= planner.budget_bytes else partial(_one_on_host, plan)
-    here = sorted((*_larger_budget(planner, request, smallest), *on_host(planner, request)), key=_time)
+    here = [*_larger_budget(planner, request, smallest), *on_host(planner, request)]
+    here.sort(key=lambda option: option.predicted_ms)
     whole = planner.device.memory_bytes
     if not here and whole > planner.budget_bytes:
         here = [*on_host(planner.with_budgets(budget=whole), request, also=f"--budget {whole // MIB}MiB ")]
@@ -146,10 +145,6 @@ def misfit(planner: Planner, request: Request, plan: Plan) -> Misfit:
         device=None if card is None else card.device.name,
         suggestion=options[0].arguments if options else f"a device with {format_bytes(smallest)}",
     )  # fmt: skip
-
-
-def _time(option: Option) -> float:
-    return option.predicted_ms
 
 
 def _at_peak(plan: Plan) -> tuple[str, list[tuple[str, int]]]:
@@ -217,9 +212,9 @@ def _least_host(planner: Planner, request: Request) -> int | None:
 
 
 def _one_on_host(plan: Plan, planner: Planner, request: Request, *, also: str = "") -> Iterator[Option]:
-    """As little pinned host memory as will do with the plain choices of a plan, hidden states on the device where that is enough.
+    """The least pinned host memory with a plan's plain choices; hidden states stay on the device if that is enough.
 
-    A look at the fixed part says that nothing fits; all ways of streaming would take a second to plan.
+    It is asked if the fixed part alone is too large, as planning all ways of streaming would take a second.
     """
     templates = [planner.space(graph.kind).template for graph in request.size.graphs]
     shared = [choice for choice in templates[0].choices if all(choice in template.choices for template in templates)]

@@ -1,31 +1,25 @@
-"""Plans for graphs and programs that users register themselves."""
+"""Plans for graphs and programs that users register themselves, in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from mosaic.devices import Device, load_device
-from mosaic.models.step import MAX_TOKENS
-from mosaic.planner.limits import DimsAt, max_context
+from mosaic.devices import Device
+from mosaic.planner.limits import DimsAt
 from mosaic.planner.plan import Plan
-from mosaic.planner.planner import plan_point, read_budgets
-from mosaic.planner.space import Space
-from mosaic.planner.template import compile_template
+from mosaic.planner.planner import Planner, Settings
+from mosaic.registrar.bucketed import ProgramStep
 from mosaic.units import Size, parse_tokens
 
 if TYPE_CHECKING:
-    from mosaic.registrar.graph import Graph
-    from mosaic.registrar.program import Program
+    from mosaic.registrar.program import Build, Program
 
-__all__ = ["ProgramPlanner", "plan_graph", "plan_program"]
-
-Settings: TypeAlias = Mapping[str, int | str | None] | None
+__all__ = ["plan_graph", "plan_program"]
 
 
 def plan_graph(
-    build: Callable[[Graph], None],
+    build: Build,
     *,
     dims: Mapping[str, Size],
     name: str = "custom",
@@ -34,7 +28,7 @@ def plan_graph(
     host_budget: Size | None = None,
     dims_at: DimsAt | None = None,
     solver: str = "auto",
-    config: Settings = None,
+    config: Settings | None = None,
 ) -> Plan:
     """Plan a graph of your own.
 
@@ -61,17 +55,13 @@ def plan_graph(
     >>> plan_graph(two_layers, dims={"tokens": 100}, device="h200").optimal
     True
     """
-    from mosaic.registrar.graph import Graph  # symbolic: kept out of the start of the command line
+    from mosaic.registrar.program import Program  # symbolic: kept out of the start of the command line
 
-    card = load_device(device)
-
-    def register(choices: Mapping[str, str] | None) -> Graph:
-        g = Graph(name, backend=card.backend, choices=choices)
-        build(g)
-        return g
-
-    budgets = read_budgets(card, budget, host_budget)
-    return _plan(Space(compile_template(register), card), name, dims, budgets, dims_at, solver, config)
+    program = Program(name)
+    program.add_phase(name, build)
+    planner = Planner(program, device=device, budget=budget, host_budget=host_budget)
+    step = ProgramStep(name=name, sizes=_sizes(planner, name, dims), dims_at=dims_at, takes_all=True)
+    return planner.plan(step, solver=solver, config=config)
 
 
 def plan_program(
@@ -82,7 +72,7 @@ def plan_program(
     budget: Size | None = None,
     host_budget: Size | None = None,
     solver: str = "auto",
-    config: Settings = None,
+    config: Settings | None = None,
 ) -> dict[str, Plan]:
     """Plan every phase and joined step of a program; weights, states and carries have the same addresses in all of them.
 
@@ -93,74 +83,12 @@ def plan_program(
     config
         Take this configuration instead of searching; each step takes the knobs that it has.
     """
-    planner = ProgramPlanner(program, device=device, budget=budget, host_budget=host_budget)
-    return {step: planner.plan(step, dims, solver=solver, config=config) for step in program.steps}
+    planner = Planner(program, device=device, budget=budget, host_budget=host_budget)
+    steps = [ProgramStep(name=name, sizes=_sizes(planner, name, dims)) for name in program.steps]
+    return {step.name: planner.plan(step, solver=solver, config=config) for step in steps}
 
 
-class ProgramPlanner:
-    """Plans the steps of one program on one device; what is compiled is kept.
-
-    Parameters
-    ----------
-    program
-        Its graphs are registered for the backend of the device.
-    device, budget, host_budget
-        As for `plan_graph`.
-
-    Examples
-    --------
-    >>> from mosaic.registrar.program import Program
-    >>> def double(g):
-    ...     n = g.dim("tokens")
-    ...     x, w = g.input("x", (n, 64), "float32"), g.weight("w", (64, 64), "float32")
-    ...     g.add_op("linear", x, w, out=g.output("y", (n, 64), "float32"))
-    >>> program = Program("toy")
-    >>> program.add_phase("double", double)
-    >>> planner = ProgramPlanner(program, device="cpu")
-    >>> [planner.plan("double", {"tokens": tokens}).peak_bytes for tokens in (100, 200)]
-    [51200, 102400]
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        *,
-        device: Device | str | None = None,
-        budget: Size | None = None,
-        host_budget: Size | None = None,
-    ) -> None:
-        self.program, self.device = program, load_device(device)
-        self.budget_bytes, self.host_budget_bytes = read_budgets(self.device, budget, host_budget)
-        self._spaces: dict[str, Space] = {}
-        self._graphs: dict[str, Graph] = {}
-
-    def graph(self, step: str) -> Graph:
-        """Return the graph of a phase or joined step, in the first option of every choice."""
-        if step not in self._graphs:
-            self._graphs[step] = self.program.graph(step, backend=self.device.backend)
-        return self._graphs[step]
-
-    def plan(self, step: str, dims: Mapping[str, Size], *, solver: str = "auto", config: Settings = None) -> Plan:
-        """Plan a phase or joined step; of the dims and the configuration it takes those that it has."""
-        if step not in self._spaces:
-            register = partial(self.program.graph, step, backend=self.device.backend)
-            self._spaces[step] = Space(compile_template(register), self.device)
-        space = self._spaces[step]
-        settings = None if config is None else space.known(config)
-        budgets = self.budget_bytes, self.host_budget_bytes
-        return _plan(space, self.program.name, dims, budgets, None, solver, settings)
-
-
-def _plan(
-    space: Space, name: str, dims: Mapping[str, Size], budgets: tuple[int, int], dims_at: DimsAt | None, solver: str,
-    settings: Settings,
-) -> Plan:  # fmt: skip
-    known = {dim.name for dim in space.template.dims}
-    point = space.at(
-        {key: parse_tokens(value, what=f"the dim '{key}'", least=0) for key, value in dims.items() if key in known}
-    )
-    config = None if settings is None else point.config(settings)
-    longest = None
-    if dims_at is not None:
-        longest = max_context(space, dims_at, budgets[0], limit=MAX_TOKENS, host_budget_bytes=budgets[1], solver=solver)
-    return plan_point(point, *budgets, identity={"model": name}, longest=longest, solver=solver, config=config)
+def _sizes(planner: Planner, graph: str, dims: Mapping[str, Size]) -> dict[str, int]:
+    """The values of a graph's dims."""
+    known = {dim.name for dim in planner.space(graph).template.dims}
+    return {name: parse_tokens(size, what=f"the dim '{name}'", least=0) for name, size in dims.items() if name in known}

@@ -9,12 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from mosaic.registrar.dtypes import ITEMSIZE
-
-if TYPE_CHECKING:
-    from mosaic.planner.plan import Plan
 
 __all__ = [
     "AnyPlan",
@@ -237,7 +234,15 @@ class PlanRecords:
         return buffer
 
 
-AnyPlan: TypeAlias = "Plan | Mapping[str, Any] | PlanRecords"
+class HasRecords(Protocol):
+    """What has records: a `Plan`."""
+
+    @property
+    def records(self) -> PlanRecords:
+        """Its document's rows."""
+
+
+AnyPlan: TypeAlias = HasRecords | Mapping[str, Any] | PlanRecords
 """A plan, its document, or its records."""
 
 

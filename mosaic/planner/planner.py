@@ -1,4 +1,4 @@
-"""From a model and a request to a plan: search, place, assemble.
+"""From a model or a program and a step of it to a plan: search, place, assemble.
 
 `plan` is the one-call form. A `Planner` keeps what is compiled, so that further
 requests cost milliseconds.
@@ -6,15 +6,16 @@ requests cost milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from itertools import count
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from mosaic.devices import Device, load_device
 from mosaic.errors import UnsafePlan, UsageError
 from mosaic.models import Model, load
+from mosaic.models.architecture import Architecture
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.safetensors import Layout
 from mosaic.models.step import MAX_TOKENS, StepSize
@@ -27,14 +28,21 @@ from mosaic.planner.plan import Plan
 from mosaic.planner.request import DEFAULT_MASK_RATIO, Request
 from mosaic.planner.search import SearchResult, lowest
 from mosaic.planner.space import Config, Point, Space
-from mosaic.planner.template import collector_paused
+from mosaic.planner.template import collector_paused, compile_template
+from mosaic.registrar.bucketed import ProgramStep
 from mosaic.units import Size, parse_bytes
 from mosaic.version import __version__
 
-__all__ = ["Planner", "Progress", "Settings", "plan", "plan_point", "read_budgets"]
+if TYPE_CHECKING:
+    from mosaic.registrar.program import Program
 
-Progress: TypeAlias = Callable[[int, str], None]
-"""Told (how many bodies have been compiled, the name of the next) before each."""
+__all__ = ["Planner", "Settings", "SizedStep", "Step", "plan", "plan_point"]
+
+SizedStep: TypeAlias = StepSize | ProgramStep
+"""A step in numbers, of a model or of a program."""
+Step: TypeAlias = Request | SizedStep
+"""A step to plan: as people ask for one of a model, or in numbers."""
+
 Settings: TypeAlias = Mapping[str, int | str | None]
 """A configuration: rows per chunk by knob (None: off), an option by choice."""
 KEPT_CONFIGS: Final = 4
@@ -42,12 +50,12 @@ KEPT_CONFIGS: Final = 4
 
 
 class Planner:
-    """Plans requests for one model on one device.
+    """Plans steps of one model, or of one program, on one device.
 
     Parameters
     ----------
     model
-        A `Model`, a preset's name, or a checkpoint directory.
+        A `Model`, a preset's name, a checkpoint directory, or a `Program`, whose graphs are registered for the device's backend.
     device
         A `Device` or its name; the built-in rtx-4090 if not given.
     budget
@@ -58,36 +66,46 @@ class Planner:
         Choices that are not free, such as {"stream": "all"}.
     batch_invariant
         Plan steps in which what a request gets does not depend, to the bit, on the others in its step.
-    progress
-        Called before something is compiled, which takes seconds where the cache is empty: how many bodies the planner has
-        compiled so far, and the name of the next.
 
     Examples
     --------
     >>> planner = Planner("llada-8b", device="rtx-3090")
     >>> planner.plan(Request(seq_lens=(32768,))).fits
     True
+
+    Attributes
+    ----------
+    model, program
+        What is planned: one of the two; the other is not there, or None.
     """
+
+    model: Model
+    program: Program | None
 
     def __init__(
         self,
-        model: Model | str | Path,
+        model: Model | str | Path | Program,
         *,
         device: Device | str | None = None,
         budget: Size | None = None,
         host_budget: Size | None = None,
         pinned: Mapping[str, str] | None = None,
         batch_invariant: bool = False,
-        progress: Progress | None = None,
     ) -> None:
-        self.model = model if isinstance(model, Model) else load(model)
+        self.program = _program(model)
+        self.architecture: Architecture | None = None
+        if self.program is None:
+            self.model = model if isinstance(model, Model) else load(model)  # type: ignore[arg-type]
+            self.architecture = self.model.architecture
+            self._identity = {"model": self.model.name, "dtype": self.architecture.dtype}
+        else:
+            self._identity = {"model": self.program.name}
         self.device = load_device(device)
-        self.budget_bytes, self.host_budget_bytes = read_budgets(self.device, budget, host_budget)
+        self.budget_bytes, self.host_budget_bytes = _read_budgets(self.device, budget, host_budget)
         self.pinned, self.batch_invariant = dict(pinned or {}), batch_invariant
-        self._spaces: dict[Phase, Space] = {}
+        self._spaces: dict[Phase | str, Space] = {}
         self._longest: dict[tuple[Any, ...], int] = {}
-        self._fitting: dict[Phase, tuple[Config, ...]] = {}
-        self._progress, self._compiled = progress, count()
+        self._fitting: dict[Phase | str, tuple[Config, ...]] = {}
 
     def with_pinned(self, pinned: Mapping[str, str]) -> Planner:
         """Return the same planner with more choices pinned; what it has compiled is shared."""
@@ -98,7 +116,7 @@ class Planner:
     def with_budgets(self, *, budget: Size | None = None, host_budget: Size | None = None) -> Planner:
         """Return the same planner with other budgets, of the device or of the host; what it has compiled is shared."""
         other = copy(self)
-        other.budget_bytes, other.host_budget_bytes = read_budgets(
+        other.budget_bytes, other.host_budget_bytes = _read_budgets(
             self.device,
             self.budget_bytes if budget is None else budget,
             self.host_budget_bytes if host_budget is None else host_budget,
@@ -107,29 +125,29 @@ class Planner:
 
     def with_device(self, device: Device) -> Planner:
         """Return a planner for another device and all of its memory; what this one has compiled and derived is shared."""
-        other = Planner(
-            self.model, device=device, host_budget=self.host_budget_bytes, pinned=self.pinned,
-            batch_invariant=self.batch_invariant, progress=self._progress,
-        )  # fmt: skip
-        if device.backend == self.device.backend:
-            other._spaces = {phase: space.on(device) for phase, space in self._spaces.items()}
+        other = copy(self)
+        other.device, other.budget_bytes = device, device.memory_bytes
+        alike = device.backend == self.device.backend
+        other._spaces = {kind: space.on(device) for kind, space in self._spaces.items()} if alike else {}
+        other._longest, other._fitting = {}, {}
         return other
 
-    def space(self, phase: Phase = FULL_STEP) -> Space:
-        """Return the configurations of one kind of step."""
-        if phase not in self._spaces:
-            template = template_of(self.model, backend=self.device.backend, phase=phase, watcher=self._report)
-            self._spaces[phase] = Space(template, self.device, batch_invariant=self.batch_invariant)
-        return self._spaces[phase]
+    def space(self, kind: Phase | str = FULL_STEP) -> Space:
+        """Return the configurations of one kind of step: a model's phase, or a phase or joined step of a program."""
+        if kind not in self._spaces:
+            backend = self.device.backend
+            if isinstance(kind, Phase):
+                template = template_of(self.model, backend=backend, phase=kind)
+            else:
+                assert self.program is not None
+                template = compile_template(partial(self.program.graph, kind, backend=backend))
+            self._spaces[kind] = Space(template, self.device, batch_invariant=self.batch_invariant)
+        return self._spaces[kind]
 
-    def _report(self, name: str) -> None:
-        if self._progress is not None:
-            self._progress(next(self._compiled), name)
-
-    def at(self, step: Request | StepSize) -> Point:
+    def at(self, step: Step) -> Point:
         """Return the space at a step's dims."""
         size = _size(step)
-        return self.space(size.kind).at(size.dims(self.model.architecture), pinned=self.pinned)
+        return self.space(size.kind).at(size.dims(self.architecture), pinned=self.pinned)
 
     def verify_checkpoint(self) -> None:
         """Make sure that the model's directory, if it has weights, holds every tensor in its shape, by headers alone.
@@ -139,7 +157,7 @@ class Planner:
         CheckpointError
             Naming file, tensor, what was expected and what was found.
         """
-        if self.model.path is None or not Layout.exists(self.model.path):
+        if self.program is not None or self.model.path is None or not Layout.exists(self.model.path):
             return
         template = self.space().template
         body = template.first
@@ -155,7 +173,7 @@ class Planner:
     @collector_paused()
     def plan(
         self,
-        step: Request | StepSize,
+        step: Step,
         *,
         solver: str = "auto",
         config: Settings | None = None,
@@ -178,29 +196,28 @@ class Planner:
 
     def plans(
         self,
-        step: Request | StepSize,
+        step: Step,
         *,
         solver: str = "auto",
         config: Settings | None = None,
         limit: bool = True,
     ) -> list[Plan]:
         """Plan the graphs of one step, as for `plan`: one, or of a step that is cut its first graph, and its second for each number
-        of rows. Of `config` each graph takes what it has."""
-        identity = {"model": self.model.name, "dtype": self.model.architecture.dtype}
+        of rows. Of `config` each graph takes what it has; where it is the only one, it has to have all of it."""
         graphs, found = _graphs(step), list[Plan]()
-        longest = self.max_context(step, solver=solver) if limit else None
+        longest = self.max_context(step, solver=solver) if limit and _scales(step) else None
         for graph in graphs:
             point = self.at(graph)
-            settings = config if config is None or len(graphs) == 1 else point.space.known(config)
+            settings = config if config is None or _size(graph).takes_all else point.space.known(config)
             plan = plan_point(
-                point, self.budget_bytes, self.host_budget_bytes, identity=identity, longest=longest, solver=solver,
+                point, self.budget_bytes, self.host_budget_bytes, identity=self._identity, longest=longest, solver=solver,
                 config=None if settings is None else point.config(settings),
             )  # fmt: skip
             found.append(plan)
         return found
 
     @collector_paused()
-    def max_context(self, step: Request | StepSize, *, solver: str = "auto") -> int:
+    def max_context(self, step: Step, *, solver: str = "auto") -> int:
         """Return the largest context for steps like this one, in tokens; 0 if not even one token fits.
 
         Solved once for all steps that differ in their context alone.
@@ -208,21 +225,27 @@ class Planner:
         graphs = _graphs(step)
         if len(graphs) > 1:
             return min(self.max_context(graph, solver=solver) for graph in graphs)
-        size, arch = _size(step), self.model.architecture
+        size = _size(step)
+
+        def found() -> int:
+            return max_context(
+                self.space(size.kind), lambda context: step.at(context).dims(self.architecture), self.budget_bytes,
+                limit=MAX_TOKENS, host_budget_bytes=self.host_budget_bytes, pinned=self.pinned, solver=solver,
+            )  # fmt: skip
+
+        if isinstance(size, ProgramStep):
+            return found()
         share = step.mask_ratio if isinstance(step, Request) and step.masked is None else None
         window = max(size.windows) if size.phase.cached else None
         rows = 0 if share is not None else size.rows
         kind = (solver, size.kind, share, rows, size.logit_rows, size.kept, window, frozenset(size.others.items()))
         key = (*kind, self.budget_bytes, self.host_budget_bytes, *self.pinned.items())
         if key not in self._longest:
-            self._longest[key] = max_context(
-                self.space(size.kind), lambda context: step.at(context).dims(arch), self.budget_bytes, limit=MAX_TOKENS,
-                host_budget_bytes=self.host_budget_bytes, pinned=self.pinned, solver=solver,
-            )  # fmt: skip
+            self._longest[key] = found()
         return self._longest[key]
 
     @collector_paused()
-    def fits(self, step: Request | StepSize, *, config: Settings | None = None) -> bool:
+    def fits(self, step: Step, *, config: Settings | None = None) -> bool:
         """Return whether `plan` finds one that fits; in under a millisecond where the answer for such a step was yes before.
 
         Configurations that held earlier steps of the kind are evaluated first, with their known orders replayed: a packing
@@ -254,7 +277,7 @@ class Planner:
         return True
 
     @collector_paused()
-    def needed(self, step: Request | StepSize) -> int:
+    def needed(self, step: Step) -> int:
         """Return the bytes of the smallest budget that holds the step."""
         return max(smallest_total(self.at(graph), self.host_budget_bytes)[0] for graph in _graphs(step))
 
@@ -264,7 +287,7 @@ class Planner:
         return MemoryBytes(self.budget_bytes, self.host_budget_bytes)
 
     @collector_paused()
-    def least(self, step: Request | StepSize, *, config: Settings | None = None) -> MemoryBytes:
+    def least(self, step: Step, *, config: Settings | None = None) -> MemoryBytes:
         """Return what a step that does not fit needs at least, without a plan: by the peak formula where that says no.
 
         Parameters
@@ -277,17 +300,31 @@ class Planner:
         return max(found, key=lambda memory: memory.device_bytes)
 
 
-def _size(step: Request | StepSize) -> StepSize:
+def _program(source: object) -> Program | None:
+    """What is to be planned, if it is a program."""
+    if isinstance(source, Model | str | Path | Mapping):
+        return None
+    from mosaic.registrar.program import Program  # symbolic: kept out of the start of the command line
+
+    return source if isinstance(source, Program) else None
+
+
+def _size(step: Step) -> SizedStep:
     return step.size if isinstance(step, Request) else step
 
 
-def _graphs(step: Request | StepSize) -> Sequence[Request | StepSize]:
+def _graphs(step: Step) -> Sequence[Step]:
     """The sizes of the graphs of a step."""
     graphs = _size(step).graphs
     return graphs if len(graphs) > 1 else (step,)
 
 
-def read_budgets(device: Device, budget: Size | None, host_budget: Size | None) -> tuple[int, int]:
+def _scales(step: Step) -> bool:
+    """Whether it is known what the step is at another context."""
+    return not isinstance(step, ProgramStep) or step.dims_at is not None
+
+
+def _read_budgets(device: Device, budget: Size | None, host_budget: Size | None) -> tuple[int, int]:
     """Return the bytes of the device and of the host that may be used: as asked for, or what the profile says."""
     return (
         device.memory_bytes if budget is None else parse_bytes(budget, what="budget"),

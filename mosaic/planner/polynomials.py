@@ -1,47 +1,19 @@
-"""Symbolic sizes as rows of a table of integer coefficients: the one place of the planner that computes with sympy."""
+"""Symbolic sizes as rows of a table of integer coefficients."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from functools import lru_cache
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mosaic.errors import GraphError
+from mosaic.registrar.polynomial import Dim, Monomial, terms
 
 __all__ = ["Polynomials", "factor_columns"]
-
-_Terms: TypeAlias = Mapping[tuple[tuple[str, int], ...], Fraction]
-"""A polynomial: monomials, as pairs (variable, power) in order of name, with their coefficients."""
-
-
-@lru_cache(maxsize=4096)
-def _terms(expr: Any) -> _Terms:
-    """An expression as a polynomial; kept, as a model's other bodies have most of them too.
-
-    Raises
-    ------
-    GraphError
-        An expression that is none.
-    """
-    if isinstance(expr, int):
-        return {(): Fraction(expr)}
-    import sympy
-
-    symbols = sorted(expr.free_symbols, key=str)
-    try:
-        terms = sympy.Poly(expr, *symbols or [sympy.Dummy()], domain="QQ").terms()
-    except sympy.polys.polyerrors.BasePolynomialError:
-        raise GraphError(f"'{expr}' is not a polynomial in {', '.join(map(str, symbols)) or 'the dims'}") from None
-    names = [str(symbol) for symbol in symbols]
-    return {
-        tuple((name, power) for name, power in zip(names, powers, strict=False) if power): Fraction(int(c.p), int(c.q))
-        for powers, c in terms
-    }
 
 
 class Polynomials:
@@ -49,20 +21,24 @@ class Polynomials:
 
     def __init__(self, variables: Sequence[str]) -> None:
         self.variables = tuple(variables)
-        self.rows: list[dict[tuple[int, ...], Fraction]] = []
-        self._by_expr: dict[Any, int] = {}
-        self._by_terms: dict[tuple[tuple[tuple[int, ...], Fraction], ...], int] = {}
+        self.rows: list[dict[tuple[int, ...], int | Fraction]] = []
+        self._by_size: dict[Dim, int] = {}
         self._by_spec: dict[Any, tuple[list[int], int]] = {}
 
-    def row(self, expr: Any) -> int:
-        found = self._by_expr.get(expr)
+    def row(self, size: Dim) -> int:
+        """Return the row of a size.
+
+        Raises
+        ------
+        GraphError
+            Of one that is divided by a dim, or has others than the table.
+        """
+        found = self._by_size.get(size)
         if found is None:
-            terms = {self._powers(monomial): c for monomial, c in _terms(expr).items()}
-            key = tuple(sorted(terms.items()))
-            found = self._by_terms.setdefault(key, len(self.rows))
-            if found == len(self.rows):
-                self.rows.append(terms)
-            self._by_expr[expr] = found
+            if not isinstance(size, int) and not size.is_polynomial:
+                raise GraphError(f"'{size}' is not a polynomial in {', '.join(sorted(size.names))}")
+            found = self._by_size[size] = len(self.rows)
+            self.rows.append({self._powers(monomial): c for monomial, c in terms(size)})
         return found
 
     def rows_of(self, spec: Any) -> tuple[list[int], int]:
@@ -71,7 +47,7 @@ class Polynomials:
             self._by_spec[spec] = [self.row(d) for d in spec.shape], self.row(spec.bytes)
         return self._by_spec[spec]
 
-    def _powers(self, monomial: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
+    def _powers(self, monomial: Monomial) -> tuple[int, ...]:
         powers = [0] * len(self.variables)
         for name, power in monomial:
             if name not in self.variables:

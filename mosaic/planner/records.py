@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from mosaic.planner.body import BufferRecord
 from mosaic.planner.check import Numbers, Records
 from mosaic.planner.lifetimes import BarrierRecord
 from mosaic.planner.peaks import ALIGNMENT
-from mosaic.planner.space import Config, Point, Variant
-from mosaic.planner.template import BufferRecord
+from mosaic.planner.space import Config, Ids, Point, Tables, Variant
 
-__all__ = ["Tables", "numbers_of", "records_of"]
+__all__ = ["numbers_of", "records_of"]
 
 _Row = Mapping[str, Any]
-_Ids = npt.NDArray[np.intp]
 
 
 def records_of(variant: Variant) -> Records:
@@ -87,32 +84,6 @@ def _barrier_row(barrier: BarrierRecord) -> dict[str, Any]:
 # Numbers.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tables:
-    """Where a variant's numbers come from: ids, and rows of its body's polynomials.
-
-    Parameters
-    ----------
-    bytes, rotates
-        Of each buffer, the row of one slot's bytes, and its slots.
-    aliases, alias_roots, alias_offsets
-        Buffers that are aliases, of which roots, at the offset of which row.
-    shapes, ends
-        Rows of all axes of all buffers, and where each buffer's end.
-    stacks
-        By pool that no solver places, its buffers in the order in which they lie there.
-    """
-
-    bytes: _Ids
-    rotates: npt.NDArray[np.int64]
-    aliases: _Ids
-    alias_roots: _Ids
-    alias_offsets: _Ids
-    shapes: _Ids
-    ends: Sequence[tuple[int, int]]
-    stacks: Sequence[_Ids]
-
-
 def numbers_of(point: Point, config: Config, offsets: Sequence[int]) -> Numbers:
     """Return the numbers of a plan, from the addresses of its workspace roots in the order of the variant's `formula.roots`."""
     variant = point.space.variant(config)
@@ -154,7 +125,7 @@ def _tables(variant: Variant) -> Tables:
     return variant.tables
 
 
-def _stacks(variant: Variant) -> Iterator[_Ids]:
+def _stacks(variant: Variant) -> Iterator[Ids]:
     """The buffers that no solver places, by pool, in the order in which they lie there.
 
     Weights come first, by name and not as they were registered, which choices and phases change: a weight has one address

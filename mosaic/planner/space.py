@@ -11,28 +11,54 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from mosaic.devices import Device
+from mosaic.planner.body import Body
 from mosaic.planner.check import Records
 from mosaic.planner.cost import OpTimes
 from mosaic.planner.grid import Config, Grid
 from mosaic.planner.lifetimes import Lifetimes, derive
 from mosaic.planner.offsets import Guard, Order, Solution
 from mosaic.planner.peaks import ALIGNMENT, PeakFormula, peak_formula
-from mosaic.planner.template import Body, Template
+from mosaic.planner.template import Template
 from mosaic.units import round_up
-
-if TYPE_CHECKING:
-    from mosaic.planner.records import Tables
 
 _Tables = tuple[float, list[dict[int | None, float]], list[tuple[str, ...]]]
 """Seconds that no knob changes, seconds by setting of each knob, and the groups of nested knobs."""
 
-__all__ = ["Config", "Point", "Space", "Variant"]
+__all__ = ["Config", "Ids", "Point", "Space", "Tables", "Variant"]
+
+Ids: TypeAlias = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """Where a variant's numbers come from: ids, and rows of its body's polynomials.
+
+    Parameters
+    ----------
+    bytes, rotates
+        Of each buffer, the row of one slot's bytes, and its slots.
+    aliases, alias_roots, alias_offsets
+        Buffers that are aliases, of which roots, at the offset of which row.
+    shapes, ends
+        Rows of all axes of all buffers, and where each buffer's end.
+    stacks
+        By pool that no solver places, its buffers in the order in which they lie there.
+    """
+
+    bytes: Ids
+    rotates: npt.NDArray[np.int64]
+    aliases: Ids
+    alias_roots: Ids
+    alias_offsets: Ids
+    shapes: Ids
+    ends: Sequence[tuple[int, int]]
+    stacks: Sequence[Ids]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +73,7 @@ class Variant:
     body: Body
     life: Lifetimes
     formula: PeakFormula
-    orders: list[tuple[Order, Guard, str]] = field(default_factory=list)
+    orders: dict[tuple[int, ...], tuple[Order, Guard, str]] = field(default_factory=dict)
     last_solved: tuple[tuple[str, tuple[int, ...]], Solution] | None = None
     records: Records | None = None
     tables: Tables | None = None

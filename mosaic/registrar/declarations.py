@@ -6,13 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-import sympy
-
 from mosaic.errors import GraphError
 from mosaic.registrar.dtypes import ITEMSIZE
 from mosaic.registrar.operator import Dim, Spec, require
 from mosaic.registrar.parts import Buffer, Choice, DimInfo, Kind, Region
-from mosaic.registrar.sizes import symbol
+from mosaic.registrar.polynomial import Polynomial, symbol
 from mosaic.registrar.source import caller
 
 __all__ = ["Declarations"]
@@ -29,17 +27,17 @@ class Declarations:
         self.buffers: list[Buffer] = []
         self.choices: dict[str, Choice] = {}
         self.tiles: dict[str, int] = {}
-        self.knob_dims: dict[str, sympy.Symbol] = {}
+        self.knob_dims: dict[str, Polynomial] = {}
         self._given = dict(choices or {})
         self._names: dict[str, Buffer] = {}
         self._scope: list[str] = []
         self._part = ""
         self._region: Region | None = None
-        self._sizes: set[sympy.Expr] = set()
+        self._sizes: set[Polynomial] = set()
 
     # -- dims, knobs, names -------------------------------------------------------------------------------------
 
-    def dim(self, name: str, *, at_most: str | None = None, value: int | None = None) -> sympy.Symbol:
+    def dim(self, name: str, *, at_most: str | None = None, value: int | None = None) -> Polynomial:
         """Declare (or fetch) a symbolic dim; `at_most` bounds it by another dim, `value` fixes it.
 
         Raises
@@ -78,7 +76,7 @@ class Declarations:
         self.choices[name] = Choice(name, tuple(options), value, escalating, alike)
         return value
 
-    def knob(self, name: str, *, over: sympy.Symbol, tile: int = 128) -> None:
+    def knob(self, name: str, *, over: Polynomial, tile: int = 128) -> None:
         """Declare a chunk knob ahead of its regions, for knobs that only some choices use.
 
         Raises
@@ -90,9 +88,9 @@ class Declarations:
         self.tiles[name] = tile
         self.knob_dims[name] = over
 
-    def _check_knob(self, knob: str, over: sympy.Symbol, tile: int, source: str) -> None:
+    def _check_knob(self, knob: str, over: Polynomial, tile: int, source: str) -> None:
         """One knob is one number of rows: one dim, one tile, and never nested in itself."""
-        if not isinstance(over, sympy.Symbol) or over.name not in self.dims or self.dims[over.name].symbol != over:
+        if not isinstance(over, Polynomial) or over.name not in self.dims:
             raise GraphError(f"chunk '{knob}' ({source}): over= must be a dim of this graph, got {over}")
         known = self.knob_dims.get(knob, over)
         if known != over:
@@ -181,10 +179,9 @@ class Declarations:
         return buffer
 
     def _is_size(self, dim: object) -> bool:
-        if isinstance(dim, sympy.Expr):
+        if isinstance(dim, Polynomial):
             if dim not in self._sizes:
-                names = [symbol.name for symbol in dim.free_symbols]
-                if not all(name in self.dims or name.removesuffix("_rows") in self.tiles for name in names):
+                if not all(name in self.dims or name.removesuffix("_rows") in self.tiles for name in dim.names):
                     return False
                 self._sizes.add(dim)
             return True

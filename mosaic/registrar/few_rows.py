@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Spec, Specs, require
+from mosaic.registrar.operator import Dim, require
 
-__all__ = ["COLUMNS", "FEW_ROWS", "bytes_moved", "partial_floats", "require_arrivals", "split_count", "tile_count"]
+__all__ = ["COLUMNS", "FEW_ROWS", "partial_floats", "require_arrivals", "split_count", "tile_count"]
 
 FEW_ROWS: Final = 64
 """Most rows that are taken at a time: more are as many launches."""
@@ -50,14 +50,6 @@ def partial_floats(tiles: int, splits: int) -> int:
     return tiles * splits * FEW_ROWS * (COLUMNS + 1) if splits > 1 else 0
 
 
-def bytes_moved(specs: Specs, attrs: Attrs, *, updates: str = "") -> Dim:
-    """Count every operand but the arrivals once, and an updated one twice: partial sums stay in the cache."""
-    return sum(spec.bytes * (2 if name == updates else 1) for name, spec in specs.items() if name != "arrivals")
-
-
-def require_arrivals(arrivals: Spec, tiles: int) -> None:
+def require_arrivals(arrivals: Dim, tiles: int) -> None:
     """Refuse counts that are too few."""
-    require(
-        arrivals.dtype == "int32" and len(arrivals.shape) == 1 and arrivals.shape[0] >= tiles,
-        f"arrivals must be int32[{tiles}] at least, not {arrivals}",
-    )
+    require(bool(arrivals >= tiles), f"arrivals must be int32[{tiles}] at least, not int32[{arrivals}]")

@@ -8,18 +8,18 @@ cannot derive. Nothing here imports torch or knows a device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import groupby
 from typing import Any, TypeGuard
-
-import sympy
 
 from mosaic.errors import GraphError, MissingExtra
 from mosaic.registrar.declarations import Declarations
 from mosaic.registrar.operator import Dim, Operator, Spec, divides
 from mosaic.registrar.operators import operator as shipped
-from mosaic.registrar.parts import ALIGNMENT, MAIN, Barrier, Buffer, Choice, DimInfo, Edge, Kind, Op, Region, Slice
-from mosaic.registrar.sizes import Cut, Seen, asked, results, symbol, view
+from mosaic.registrar.parts import ALIGNMENT, MAIN, Barrier, Buffer, Choice, DimInfo, Edge, Kind, Op, Region, Run, Slice
+from mosaic.registrar.polynomial import Polynomial, symbol
+from mosaic.registrar.sizes import Cut, Seen, asked, results, view
 from mosaic.registrar.source import caller
 from mosaic.registrar.streams import Streams
 
@@ -39,6 +39,8 @@ class Graph(Declarations):
         Values of the choices to register with; the first option where absent.
     lenient
         Take the first option too where a value is none of the graph's: choices are those of another graph of a program.
+    brief
+        Leave layers out that repeat others: see `layers`.
 
     Examples
     --------
@@ -53,10 +55,14 @@ class Graph(Declarations):
     """
 
     def __init__(
-        self, name: str, *, backend: str = "cuda", choices: Mapping[str, str] | None = None, lenient: bool = False
-    ) -> None:
+        self, name: str, *, backend: str = "cuda", choices: Mapping[str, str] | None = None, lenient: bool = False,
+        brief: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(name, choices=choices, lenient=lenient)
-        self.backend = backend
+        self.backend, self.brief = backend, brief
+        self.runs: list[Run] = []
+        self.others: Sequence[Graph] = ()
+        """Of a brief graph, the other graphs of its program, whose weights and states it has too."""
         self.ops: list[Op] = []
         self.operators: dict[str, Operator] = {}
         self.handed: frozenset[str] = frozenset()
@@ -124,7 +130,7 @@ class Graph(Declarations):
         operands.update(created)
         if wrote.scratch != 0:
             operands["scratch"] = self.buffer(
-                f"{name or rule.name}:scratch@{len(self.ops)}", (wrote.scratch,), "uint8", kind="scratch"
+                f"{full.removeprefix(self._full(''))}:scratch", (wrote.scratch,), "uint8", kind="scratch"
             )
         slices += self._slices(wrote.cuts, operands, full, source)
         updated = [operands[key] for key in rule.updates if key in operands]
@@ -222,9 +228,7 @@ class Graph(Declarations):
     # -- constraints --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def chunk(
-        self, knob: str, *, over: sympy.Symbol, tile: int = 128, name: str | None = None
-    ) -> Iterator[sympy.Symbol]:
+    def chunk(self, knob: str, *, over: Polynomial, tile: int = 128, name: str | None = None) -> Iterator[Polynomial]:
         """Open a region whose ops see slices of `over`; yields the symbol of the slice's rows.
 
         Regions with the same `knob` share one chunk size, so they run over the same dim and have the same `tile`, the
@@ -262,6 +266,21 @@ class Graph(Declarations):
         self._region = region
         self._open = region.chain if region is not None else ()
         self._loops = tuple((r.over, r.rows) for r in self._open)
+
+    def layers(self, numbers: Iterable[int], kind: Callable[[int], Hashable]) -> Iterator[int]:
+        """Yield the numbers of the layers to register: of a brief graph, of neighbours of one kind the first three.
+
+        Layers of one kind differ in numbers alone: each is like the one before it, with the numbers that differ between them
+        counted on.
+        """
+        for _, run in groupby(numbers, kind):
+            layers, ends = list(run), []
+            for layer in layers[:3] if self.brief else layers:
+                yield layer
+                tables = (self.ops, self.buffers, self.regions, self.barriers, self.edges)
+                ends.append(tuple([len(table) for table in tables]))
+            if len(ends) < len(layers):
+                self.runs.append(Run(ends, len(layers) - 3))
 
     def add_alias(self, a: Buffer, b: Buffer, *, offset: Dim = 0) -> None:
         """Let `a` occupy `b`'s storage from byte `offset` on, a multiple of 512; legality is proved by `validate`.
@@ -348,7 +367,7 @@ class Graph(Declarations):
 def _plain_attributes(attrs: Mapping[str, Any], full: str, source: str) -> None:
     """Plans are JSON: an attribute is a number, a string or a boolean, or a symbolic size."""
     for key, value in attrs.items():
-        if not isinstance(value, bool | int | float | str | sympy.Expr):
+        if not isinstance(value, bool | int | float | str | Polynomial):
             raise GraphError(
                 f"{full} ({source}): attribute {key}={value!r} must be a number, a string, a boolean or a dim"
             )

@@ -1,23 +1,36 @@
 """An operator, declared once: what it means, what carries it out on each backend, and what pictures call its operands.
 
 The one record holds operands, shape rule, FLOPs and bytes moved, and an `Implementation` per kernel that can launch it.
-Nothing here imports torch, nor sympy before a rule needs it: plans whose templates are cached start without both.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
-from math import prod
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from mosaic.errors import GraphError, UnknownName
 from mosaic.registrar.dtypes import ITEMSIZE
-
-if TYPE_CHECKING:
-    import sympy
+from mosaic.registrar.operands import (
+    DTYPES,
+    Attrs,
+    Dim,
+    Operand,
+    Sizes,
+    Spec,
+    Specs,
+    bind,
+    count,
+    divides,
+    exact,
+    parse,
+    require,
+    shapes,
+)
 
 __all__ = [
     "BACKENDS",
@@ -31,12 +44,12 @@ __all__ = [
     "Scratch",
     "Spec",
     "Specs",
+    "Work",
     "divides",
     "exact",
     "require",
 ]
 
-Dim: TypeAlias = "int | sympy.Expr"
 Backend: TypeAlias = Literal["cuda", "cpu"]
 Rate: TypeAlias = Literal["memory", "gemm", "few_rows", "attention", "unembed", "sampled_unembed", "link"]
 Role: TypeAlias = Literal["hidden", "attention", "ffn", "logits and head", "statistics"]
@@ -44,79 +57,24 @@ Role: TypeAlias = Literal["hidden", "attention", "ffn", "logits and head", "stat
 
 BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)
 
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """Shape and dtype of one operand, the shape possibly symbolic."""
-
-    shape: tuple[Dim, ...]
-    dtype: str
-
-    @property
-    def elements(self) -> Dim:
-        """Number of elements, a polynomial in the dims."""
-        return prod(self.shape)
-
-    @property
-    def bytes(self) -> Dim:
-        """Bytes when stored densely."""
-        return self.elements * ITEMSIZE[self.dtype]
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
-
-
-Specs: TypeAlias = Mapping[str, Spec]
-"""Operands by name: the ones that are read, and the ones that are written."""
-Attrs: TypeAlias = Mapping[str, Any]
-
-
-def require(condition: bool, message: str) -> None:
-    """Refuse operands that an operator does not accept; `add_op` adds the op, its operands and the source line."""
-    if not condition:
-        raise GraphError(message)
-
-
-def exact(size: Dim) -> sympy.Expr:
-    """Take a size as an expression, whose quotients are not rounded.
-
-    >>> exact(3) / 2
-    3/2
-    """
-    import sympy
-
-    return sympy.sympify(size)
-
-
-def divides(size: Dim, width: Dim) -> bool:
-    """Tell whether `width` is a multiple of `size` whatever the dims are.
-
-    >>> import sympy
-    >>> divides(128, 4096), divides(128, 128 * sympy.Symbol("r", integer=True)), divides(3, 4)
-    (True, True, False)
-    """
-    return (exact(width) / size).is_integer is True
-
-
-Infer: TypeAlias = Callable[..., Sequence[Spec]]
-Count: TypeAlias = Callable[..., Dim]
 Scratch: TypeAlias = Callable[[Specs, Attrs], Dim]
-
-
-def _leading(**operands: Any) -> Dim:
-    """Rows of the first operand that has any: one where an operator reads nothing or only scalars."""
-    return next((o.shape[0] for o in operands.values() if isinstance(o, Spec) and o.shape), 1)
-
-
-def _one(*_: Any, **__: Any) -> Dim:
-    """Count one of whatever a rate does not depend on."""
-    return 1
 
 
 def _known(what: str, names: Iterable[str], known: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             raise UnknownName(what, name, known)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What an operator says of one launch."""
+
+    outputs: tuple[Spec, ...]
+    flops: Dim
+    bytes: Dim
+    rate_rows: Dim
+    rate_columns: Dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,27 +149,26 @@ class Operator:
     ----------
     name
         The one name of the operator: in graphs and plans, of its kernel, test and benchmark.
-    reads
-        Operand names in call order; a trailing `?` marks an optional one.
-    writes
-        Names of the buffers it creates (or fills, when given through `out=`).
-    updates
-        Those of `reads` that it also writes in place.
-    whole
-        Operands that a chunk region never slices (keys and values, row tables).
+    operands
+        What it reads, an arrow, what it writes, in the notation of `mosaic.registrar.operands`. Shapes and dtypes of what is
+        written follow, and so does the check of every launch.
+    attrs
+        Names of its attributes, with `=value` behind one that may be left out.
     inplace
-        Pairs (write, read) that may share storage: the write may overwrite the read while it is read.
-    infer
-        Shape rule: specs of the operands and attributes to the specs of `writes`; raises `GraphError` through `require`.
+        Pairs (write, read) that may share storage: the write may overwrite the read while it is read. No other operand that
+        is written overlaps another.
+    rules
+        What letters do not say, such as an attribute's range: raises `GraphError` through `require`. Takes what letters,
+        attributes and operands stand for by name, operands as specs.
     flops
-        Floating-point operations of one launch, from the same arguments.
-    bytes_moved
-        Bytes of device memory that one launch reads and writes, from the specs of all operands, those written included,
-        and the attributes; None: every operand once, and those it updates twice.
+        Floating-point operations of one launch: a sum of products of letters, attributes and operands (their elements).
+    moved
+        By operand, the elements of it that one launch reads or writes, as such a sum. Of all others every element counts once,
+        and twice where it is updated.
     rate
         Which of a device's rates bounds it; where an operand lies in host memory it is `link`, whatever this says.
     rate_rows
-        The row count that the rate depends on; by default the first operand's leading dim.
+        The row count that the rate depends on; by default the first axis of the first operand that has one.
     rate_columns
         The output columns that the rate depends on, of a matrix product; 1 elsewhere.
     implementations
@@ -221,38 +178,131 @@ class Operator:
         or updates (one tensor, or one by name). None: the `reference` of its CPU kernel's module.
     roles
         What operands are for, by name, as pictures show it.
+
+    Attributes
+    ----------
+    reads, writes, updates, whole
+        Names that follow from `operands`: what it reads in call order, with a trailing `?` where it may be left out; what it
+        creates, or fills when given through `out=`; what it also writes in place; what a chunk region never slices.
     """
 
     name: str
-    reads: tuple[str, ...]
-    writes: tuple[str, ...] = ()
-    updates: tuple[str, ...] = ()
-    whole: frozenset[str] = frozenset()
+    operands: str
+    attrs: str = ""
     inplace: tuple[tuple[str, str], ...] = ()
-    infer: Infer = field(default=lambda *_, **__: ())
-    flops: Count = field(default=lambda *_, **__: 0)
-    bytes_moved: Callable[[Specs, Attrs], Dim] | None = None
+    rules: Callable[..., object] | None = None
+    flops: str = "0"
+    moved: Mapping[str, str] = field(default_factory=dict)
     rate: Rate = "memory"
-    rate_rows: Count = field(default=_leading)
-    rate_columns: Count = field(default=_one)
+    rate_rows: str = ""
+    rate_columns: str = "1"
     implementations: tuple[Implementation, ...] = ()
     reference: Callable[..., Any] | None = None
     roles: Mapping[str, Role] = field(default_factory=dict)
+    reads: tuple[str, ...] = field(init=False)
+    writes: tuple[str, ...] = field(init=False)
+    updates: tuple[str, ...] = field(init=False)
+    whole: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        names = {name.rstrip("?") for name in self.reads}
-        unknown = [name for name in self.updates if name not in names]
-        if unknown:
-            raise GraphError(f"operator '{self.name}' updates {unknown}, which it does not read")
+        reads, writes = parse(self.operands)
+        derived = {
+            "reads": tuple(operand.name + "?" * operand.optional for operand in reads),
+            "writes": tuple(operand.name for operand in writes),
+            "updates": tuple(operand.name for operand in reads if operand.updated),
+            "whole": frozenset(operand.name for operand in (*reads, *writes) if operand.whole),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
         _known("rate", [self.rate], get_args(Rate))
         _known("role", self.roles.values(), get_args(Role))
         for backend in {way.backend for way in self.implementations}:
             self._check_implementations(backend)
-        operands = names.union(self.writes)
-        said = {*self.roles, *chain.from_iterable(way.operands for way in self.implementations)}
+        for operand in (*reads, *writes):
+            if len(operand.dtype) > 1:
+                _known("dtype", [operand.dtype], [*DTYPES, *_attributes(self.attrs)])
+        operands = {operand.name for operand in (*reads, *writes)}
+        said = {
+            *self.roles,
+            *self.moved,
+            *chain.from_iterable((*self.inplace, *(way.operands for way in self.implementations))),
+        }
         if said - operands:
             odd = ", ".join(sorted(said - operands))
             raise GraphError(f"operator '{self.name}' says something of {odd}, which it neither reads nor writes")
+
+    def work(self, *operands: Spec | None, **given: Any) -> Work:
+        """Say what a launch writes and costs.
+
+        Parameters
+        ----------
+        operands
+            What it reads, in call order; None for what is left out.
+        given
+            Other operands that it reads, and attributes, by name.
+
+        Raises
+        ------
+        GraphError
+            If operands are not what the record says, or an attribute is missing or unknown.
+
+        Examples
+        --------
+        >>> from mosaic.registrar.operators import operator
+        >>> work = operator("embedding").work(Spec((7,), "int64"), Spec((99, 4), "bfloat16"))
+        >>> str(work.outputs[0]), work.bytes
+        ('bfloat16[7, 4]', 168)
+        """
+        reads, writes = parse(self.operands)
+        names = [operand.name for operand in reads]
+        specs = {name: spec for name, spec in zip(names, operands, strict=False) if spec is not None}
+        specs |= {name: given[name] for name in names if given.get(name) is not None}
+        attrs = {name: value for name, value in given.items() if name not in names}
+        self._check_attributes(attrs)
+        sizes = self._sizes(reads, specs, attrs)
+        outputs = shapes(writes, sizes)
+        every = {**specs, **dict(zip(self.writes, outputs, strict=True))}
+        leading = next((spec.shape[0] for spec in specs.values() if spec.shape), 1)
+        return Work(
+            outputs=outputs,
+            flops=count(self.flops, sizes, every),
+            bytes=sum((self._bytes_moved(name, spec, sizes, every) for name, spec in every.items()), 0),
+            rate_rows=count(self.rate_rows, sizes, every) if self.rate_rows else leading,
+            rate_columns=count(self.rate_columns, sizes, every),
+        )
+
+    @property
+    def defaults(self) -> Attrs:
+        """Attributes that may be left out, with their values."""
+        return _given(self.attrs)
+
+    def _check_attributes(self, attrs: Attrs) -> None:
+        known = _attributes(self.attrs)
+        for name in attrs:
+            require(name in known, f"there is no attribute '{name}'; there are {', '.join(known) or 'none'}")
+        for name, value in known.items():
+            require(name in attrs or value is not None, f"attribute '{name}' is missing")
+
+    def check(self, specs: Specs, attrs: Attrs) -> None:
+        """Compare the operands of a launch, written ones included, with what the record says.
+
+        Raises
+        ------
+        GraphError
+            Naming the operand, what it is and what it should be.
+        """
+        self._sizes(tuple(chain(*parse(self.operands))), specs, attrs)
+
+    def _sizes(self, operands: Sequence[Operand], specs: Specs, attrs: Attrs) -> Sizes:
+        sizes = bind(operands, specs, {**self.defaults, **attrs})
+        if self.rules is not None:
+            self.rules(**{**dict.fromkeys(operand.name for operand in operands if operand.optional), **sizes, **specs})
+        return sizes
+
+    def _bytes_moved(self, name: str, spec: Spec, sizes: Sizes, specs: Specs) -> Dim:
+        if name in self.moved:
+            return count(self.moved[name], sizes, specs) * ITEMSIZE[spec.dtype]
+        return spec.bytes * (2 if name in self.updates else 1)
 
     def _check_implementations(self, backend: str) -> None:
         ways, names = self.on(backend), [way.name for way in self._all_on(backend)]
@@ -313,15 +363,6 @@ class Operator:
         """Return pairs (write, read) that may share storage on a backend, whichever implementation it is."""
         return _inplace_on(self, backend)
 
-    def moved(self, specs: Specs, attrs: Attrs) -> Dim:
-        """Return the bytes of device memory that one launch reads and writes."""
-        if self.bytes_moved is not None:
-            return self.bytes_moved(specs, attrs)
-        total: Dim = 0
-        for name, spec in specs.items():
-            total += spec.bytes * (2 if name in self.updates else 1)
-        return total
-
 
 # every launch of every layer asks these
 
@@ -336,6 +377,22 @@ def _on(operator: Operator, backend: str, invariant: bool | None) -> tuple[Imple
 
 
 @lru_cache(maxsize=1024)
+def _attributes(text: str) -> Mapping[str, Any]:
+    """Attributes with the values that they have where they are left out; None: they may not be."""
+    found = {}
+    for entry in text.split():
+        name, _, value = entry.partition("=")
+        found[name] = literal_eval(value) if value else None
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _given(text: str) -> Mapping[str, Any]:
+    """Attributes that may be left out, with their values."""
+    return {name: value for name, value in _attributes(text).items() if value is not None}
+
+
+@lru_cache(maxsize=1024)
 def _inplace_on(operator: Operator, backend: str) -> tuple[tuple[str, str], ...]:
     stated = [way.inplace for way in operator.implementations if way.backend == backend and way.inplace is not None]
     return tuple(pair for pair in operator.inplace if all(pair in pairs for pairs in stated))
@@ -345,7 +402,7 @@ def _larger(a: Dim, b: Dim) -> Dim:
     """The larger of two sizes; of polynomials of which neither is the larger for all dims, their sum."""
     if isinstance(a, int) and isinstance(b, int):
         return max(a, b)
-    difference = exact(a - b).expand()
+    difference = exact(a - b)
     if difference.is_nonnegative:
         return a
-    return b if difference.is_nonpositive else a + b
+    return b if exact(b - a).is_nonnegative else a + b

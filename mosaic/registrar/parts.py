@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
-
-import sympy
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from mosaic.registrar.operator import Dim, Operator, Rate, Spec
+from mosaic.registrar.polynomial import Polynomial
 
-__all__ = ["ALIGNMENT", "MAIN", "Barrier", "Buffer", "Choice", "DimInfo", "Edge", "Kind", "Op", "Region", "Slice"]
+__all__ = [
+    "ALIGNMENT",
+    "MAIN",
+    "Barrier",
+    "Buffer",
+    "Choice",
+    "DimInfo",
+    "Edge",
+    "Kind",
+    "Op",
+    "Region",
+    "Run",
+    "Slice",
+]
 
 Kind: TypeAlias = Literal["weight", "state", "carry", "transient", "scratch", "input", "output", "host", "external"]
 
@@ -26,7 +38,7 @@ POOL: Final[Mapping[str, str]] = {"weight": "weights", "host": "host", "external
 class DimInfo:
     """A symbolic dim: its upper bound by another dim, or its fixed value."""
 
-    symbol: sympy.Symbol
+    symbol: Polynomial
     at_most: str | None = None
     value: int | None = None
 
@@ -40,8 +52,8 @@ class Region:
 
     name: str
     knob: str
-    over: sympy.Symbol
-    rows: sympy.Symbol
+    over: Polynomial
+    rows: Polynomial
     parent: Region | None
     start: int
     end: int = -1
@@ -73,6 +85,11 @@ class Buffer:
     def pool(self) -> str:
         """The pool that holds it: weights, host, external, its own (`state/NAME`, `carry/NAME`), or the workspace."""
         return f"{self.kind}/{self.name}" if self.kind in OWN_POOL else POOL.get(self.kind, "workspace")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all graphs of a program have it: a weight, in host memory too, or a state."""
+        return self.kind in ("weight", "state") or (self.kind == "host" and self.tensor is not None)
 
     @property
     def shape(self) -> tuple[Dim, ...]:
@@ -144,6 +161,16 @@ class Edge:
     kind: Literal["fork", "wait"]
     source: int
     target: int
+
+
+class Run(NamedTuple):
+    """Layers of one kind, of which a brief graph has the first three: the third stands for `more` that follow it.
+
+    `ends` are the numbers of ops, buffers, regions, barriers and edges after each of the three.
+    """
+
+    ends: Sequence[tuple[int, ...]]
+    more: int
 
 
 @dataclass(frozen=True, slots=True)

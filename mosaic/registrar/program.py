@@ -101,13 +101,17 @@ class Program:
         validate(g)
         return g
 
-    def register(self, name: str, choices: Mapping[str, str] | None = None, *, backend: str | None = None) -> Graph:
+    def register(
+        self, name: str, choices: Mapping[str, str] | None = None, *, backend: str | None = None, brief: bool = False
+    ) -> Graph:
         """Register one phase or joined step, with what it shares with the others; whoever compiles it validates it.
 
         Parameters
         ----------
         backend
             Whose implementations declare scratch bytes; the program's if not given.
+        brief
+            Leave layers out that repeat others, and what it shares with the other graphs: they are its `others`.
 
         Raises
         ------
@@ -117,12 +121,9 @@ class Program:
         """
         if name not in self._phases and name not in self._steps:
             raise UnknownName("step", name, self.steps)
-        g = Graph(name, backend=backend or self.backend, choices=choices)
-        own = (
-            {phase: self._registered(phase, g.backend, choices) for phase in self._phases}
-            if len(self._phases) > 1
-            else {}
-        )
+        g = Graph(name, backend=backend or self.backend, choices=choices, brief=brief)
+        own = {phase: self._registered(phase, g, choices) for phase in self._phases} if len(self._phases) > 1 else {}
+        g.others = tuple(own.values()) if brief else ()
         for graph in own.values():
             self._declare_shared(g, graph)
         for phase in self._steps.get(name, (name,)):
@@ -134,9 +135,9 @@ class Program:
         g.handed = self._handed(g, own)
         return g
 
-    def _registered(self, phase: str, backend: str, choices: Mapping[str, str] | None) -> Graph:
+    def _registered(self, phase: str, g: Graph, choices: Mapping[str, str] | None) -> Graph:
         """A phase by itself, with what it has of these choices."""
-        own = Graph(phase, backend=backend, choices=choices, lenient=True)
+        own = Graph(phase, backend=g.backend, choices=choices, lenient=True, brief=g.brief)
         self._phases[phase](own)
         return own
 
@@ -157,20 +158,18 @@ class Program:
     def _declare_shared(self, g: Graph, own: Graph) -> None:
         """Declare the weights, those in host memory too, and the state of one phase, in order of registration, and the dims of
         their shapes."""
-        shared = [
-            b for b in own.buffers if b.kind in ("weight", "state") or (b.kind == "host" and b.tensor is not None)
-        ]
+        shared = [b for b in own.buffers if b.is_shared]
         needed = {
             name for name, info in own.dims.items() if info.value is not None
         }  # in one order whatever the choices
-        needed |= {str(symbol) for b in shared for dim in b.shape for symbol in getattr(dim, "free_symbols", ())}
+        needed |= {name for b in shared for dim in b.shape if not isinstance(dim, int) for name in dim.names}
         for bounded in reversed(own.dims.values()):  # a bound is declared before what it bounds
             if str(bounded.symbol) in needed and bounded.at_most is not None:
                 needed.add(bounded.at_most)
         for name, info in own.dims.items():
             if name in needed:
                 g.dim(name, at_most=info.at_most, value=info.value)
-        for b in shared:
+        for b in shared if not g.brief else ():
             if b.kind == "weight":
                 g.weight(b.name, b.shape, b.dtype, tensor=b.tensor)
             elif b.kind == "host":

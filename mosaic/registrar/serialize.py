@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any, Final
-
-import sympy
 
 from mosaic.errors import GraphError
 from mosaic.registrar.graph import Barrier, Buffer, Choice, DimInfo, Edge, Graph, Op, Region, Slice
 from mosaic.registrar.operator import Dim, Operator, Spec
 from mosaic.registrar.operators import find
+from mosaic.registrar.polynomial import Polynomial, symbol
 
 __all__ = ["SCHEMA", "from_json", "to_json"]
 
@@ -85,14 +85,7 @@ def _op(op: Op) -> dict[str, Any]:
     return {
         "name": op.name,
         "contract": rule.name,
-        "rule": [
-            list(rule.reads),
-            list(rule.writes),
-            list(rule.updates),
-            sorted(rule.whole),
-            [list(p) for p in rule.inplace],
-            rule.rate,
-        ],
+        "rule": [rule.operands, rule.attrs, [list(pair) for pair in rule.inplace], rule.rate],
         "operands": {key: b.id for key, b in op.operands.items()},
         "reads": [b.id for b in op.reads],
         "writes": [b.id for b in op.writes],
@@ -116,14 +109,7 @@ def _terms(value: Dim) -> Any:
     """An int as itself, a polynomial as [[numerator, denominator, {symbol: power}], ...]."""
     if isinstance(value, int):
         return value
-    symbols = sorted(value.free_symbols, key=str)
-    if not symbols:
-        return [[int(value.p), int(value.q), {}]]
-    poly = sympy.Poly(value, *symbols, domain="QQ")
-    return [
-        [int(c.p), int(c.q), {str(s): int(power) for s, power in zip(symbols, powers, strict=True) if power}]
-        for powers, c in poly.terms()
-    ]
+    return [[c.numerator, c.denominator, dict(monomial)] for monomial, c in value.terms]
 
 
 class _Reader:
@@ -131,18 +117,17 @@ class _Reader:
 
     def __init__(self, plain: Mapping[str, Any], operators: Mapping[str, Operator]) -> None:
         self.operators = operators
-        self.symbols: dict[str, sympy.Symbol] = {}
         self.graph = graph = Graph(plain["name"], backend=plain["backend"])
         for name, at_most, value in plain["dims"]:
-            graph.dims[name] = DimInfo(symbol=self._symbol(name), at_most=at_most, value=value)
+            graph.dims[name] = DimInfo(symbol=symbol(name), at_most=at_most, value=value)
         for name, options, value, *said in plain["choices"]:
             graph.choices[name] = Choice(name, tuple(options), value, *said)
         for name, over, tile in plain["knobs"]:
-            graph.tiles[name], graph.knob_dims[name] = tile, self._symbol(over)
+            graph.tiles[name], graph.knob_dims[name] = tile, symbol(over)
         self.regions: dict[str, Region] = {}
         for name, knob, over, parent, start, end in plain["regions"]:
             self.regions[name] = Region(
-                name=name, knob=knob, over=self._symbol(over), rows=self._symbol(f"{knob}_rows"),
+                name=name, knob=knob, over=symbol(over), rows=symbol(f"{knob}_rows"),
                 parent=self.regions.get(parent), start=start, end=end,
             )  # fmt: skip
         graph.regions.extend(self.regions.values())
@@ -158,19 +143,10 @@ class _Reader:
         for op in plain["ops"]:
             graph.ops.append(self._op(len(graph.ops), op))
 
-    def _symbol(self, name: str) -> sympy.Symbol:
-        return self.symbols.setdefault(name, sympy.Symbol(name, positive=True, integer=True))
-
     def _dim(self, terms: Any) -> Dim:
         if isinstance(terms, int):
             return terms
-        total: Dim = sympy.Integer(0)
-        for numerator, denominator, powers in terms:
-            product: Any = sympy.Rational(numerator, denominator)
-            for name, power in powers.items():
-                product *= self._symbol(name) ** power
-            total += product
-        return total
+        return Polynomial((tuple(powers.items()), Fraction(n, d) if d > 1 else n) for n, d, powers in terms)
 
     def _buffer(
         self,
@@ -191,11 +167,10 @@ class _Reader:
 
     def _op(self, index: int, plain: Mapping[str, Any]) -> Op:
         buffers = self.graph.buffers
-        reads, writes, updates, whole, inplace, rate = plain["rule"]
+        operands, attrs, inplace, rate = plain["rule"]
         name = plain["contract"]
         rule = self.graph.operators.get(name) or find(name, self.operators) or Operator(
-            name=name, reads=tuple(reads), writes=tuple(writes), updates=tuple(updates), whole=frozenset(whole),
-            inplace=tuple((w, r) for w, r in inplace), rate=rate,
+            name=name, operands=operands, attrs=attrs, inplace=tuple((w, r) for w, r in inplace), rate=rate,
         )  # fmt: skip
         self.graph.operators[name] = rule
         return Op(

@@ -7,13 +7,12 @@ Equal results are one object: looking them up again compares identities.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
-import sympy
-
 from mosaic.errors import GraphError
-from mosaic.registrar.operator import Dim, Operator, Spec
+from mosaic.registrar.operator import Dim, Operator, Spec, Work
+from mosaic.registrar.polynomial import Polynomial
 
 __all__ = [
     "Asked",
@@ -24,10 +23,8 @@ __all__ = [
     "Seen",
     "Specs",
     "View",
-    "Work",
     "asked",
     "results",
-    "symbol",
     "view",
 ]
 
@@ -35,13 +32,7 @@ _KEPT: Final = 4096
 """Results that each computation keeps, for the layers and graphs that repeat it."""
 
 
-@cache
-def symbol(name: str) -> sympy.Symbol:
-    """Return the symbol of a dim: a positive integer."""
-    return sympy.Symbol(name, positive=True, integer=True)
-
-
-Loops: TypeAlias = tuple[tuple[sympy.Symbol, sympy.Symbol], ...]
+Loops: TypeAlias = tuple[tuple[Polynomial, Polynomial], ...]
 """Of nested regions, outermost first: the dim that each runs over, and the rows of one iteration."""
 Seen: TypeAlias = tuple[tuple[str, Spec, int], ...]
 """Operands: name, spec, and the number of open loops that hold its home."""
@@ -49,17 +40,6 @@ Specs: TypeAlias = tuple[tuple[str, Spec], ...]
 Attributes: TypeAlias = tuple[tuple[str, Any], ...]
 Cut: TypeAlias = tuple[str, int, int, int | None, Dim]
 """One slicing of an operand: its name, axis, loop, factor (none: the axis cannot be sliced) and the dim that is sliced."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What an operator says of one launch."""
-
-    outputs: tuple[Spec, ...]
-    flops: Dim
-    bytes: Dim
-    rate_rows: Dim
-    rate_columns: Dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,22 +59,10 @@ def asked(rule: Operator, reads: Seen, loops: Loops, attrs: Attributes) -> Asked
     if any(factor is None for *_, factor, _ in cuts):
         return Asked(specs=specs, cuts=cuts, work=None)
     try:
-        return Asked(specs=specs, cuts=cuts, work=_work(rule, specs, attrs))
-    except (GraphError, TypeError, IndexError) as error:
+        return Asked(specs=specs, cuts=cuts, work=rule.work(**dict(specs), **dict(attrs)))
+    except GraphError as error:
         shown = ", ".join(f"{key} {spec}" for key, spec in specs)
         return Asked(specs=specs, cuts=cuts, work=None, refused=f"{rule.name}({shown}): {error}")
-
-
-def _work(rule: Operator, specs: Specs, attrs: Attributes) -> Work:
-    operands, given = dict(specs), dict(attrs)
-    outputs = tuple(rule.infer(**operands, **given))
-    return Work(
-        outputs=outputs,
-        flops=rule.flops(**operands, **given),
-        bytes=rule.moved({**operands, **dict(zip(rule.writes, outputs, strict=False))}, given),
-        rate_rows=rule.rate_rows(**operands, **given),
-        rate_columns=rule.rate_columns(**operands, **given),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,23 +115,18 @@ def view(spec: Spec, loops: Loops, inside: int, whole: bool) -> View:
             break
         for axis, dim in enumerate(shape):
             factor = _factor(dim, over if outside else rows)
-            if factor is not None or (outside and not isinstance(dim, int) and dim.has(over)):
+            if factor is not None or (outside and _has(dim, over)):
                 cuts.append((axis, index, factor, dim))
         if outside:
-            shape = tuple(_swap(dim, over, rows) for dim in shape)
+            shape = tuple(dim if isinstance(dim, int) else dim.at({str(over): rows}) for dim in shape)
     return View(Spec(shape, spec.dtype), tuple(cuts))
 
 
-def _swap(dim: Dim, old: sympy.Symbol, new: sympy.Symbol) -> Dim:
-    if isinstance(dim, int):
-        return dim
-    swapped: Dim = dim.subs(old, new) if dim.has(old) else dim
-    return swapped
+def _has(dim: Dim, over: Polynomial) -> bool:
+    return isinstance(dim, Polynomial) and str(over) in dim.names
 
 
-def _factor(dim: Dim, of: sympy.Symbol) -> int | None:
+def _factor(dim: Dim, of: Polynomial) -> int | None:
     """The integer f with dim == f * of, if there is one."""
-    if isinstance(dim, int) or not dim.has(of):
-        return None
-    factor = dim.expand() / of  # a polynomial's terms are apart: what is left of a multiple is the number
-    return int(factor) if factor.is_Integer else None
+    factor = dim / of if isinstance(dim, Polynomial) else None
+    return factor if isinstance(factor, int) else None

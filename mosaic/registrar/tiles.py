@@ -2,7 +2,7 @@
 
 An operator's file lists its tiles from the specs of its operands; `Tiled` adds up their bytes for the plan, and the kernel
 carves by the same list, so the two cannot disagree. Dims that vary with the batch, and widths that a region over heads
-slices, may be sympy expressions: they meet only `+`, `*`, constants and a whole division by the head size; other sizes of
+slices, may be polynomials: they meet only `+`, `*`, constants and a whole division by the head size; other sizes of
 the model (D, V, H, E, k) are plain integers.
 """
 

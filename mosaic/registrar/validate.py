@@ -350,7 +350,7 @@ def _offset(graph: Graph, buffer: Buffer) -> Dim:
 def _certainly_at_most(low: Dim, high: Dim) -> bool:
     """Whether low <= high for all positive dims."""
     difference = high - low
-    return difference >= 0 if isinstance(difference, int) else bool(difference.is_nonnegative)
+    return difference >= 0 if isinstance(difference, int) else difference.is_nonnegative
 
 
 # Streams: what runs beside the main stream is joined, inside the loop it runs in.

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from mosaic.errors import UsageError
+from mosaic.models import Model, load
+from mosaic.models.step import StepSize
+from mosaic.planner.planner import Planner
 from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.engine import Engine
 from mosaic.runtime.executor import Debug
-from mosaic.runtime.model_engine import ModelEngine
-from mosaic.runtime.opening import config_of, planner_of
+from mosaic.runtime.opening import usable_device
 from mosaic.units import Size, parse_tokens
 
 if TYPE_CHECKING:
     from mosaic.devices import Device
-    from mosaic.models import Model
-    from mosaic.planner.planner import Progress
     from mosaic.registrar.program import Build, Program
     from mosaic.runtime.compiled_program import CompiledProgram
 
@@ -41,7 +42,6 @@ def compile(
     batch_invariant: bool = False,
     debug: Debug = None,
     seed: int = 0,
-    progress: Progress | None = None,
 ) -> CompiledModel: ...
 
 
@@ -77,7 +77,6 @@ def compile(
     batch_invariant: bool = False,
     debug: Debug = None,
     seed: int = 0,
-    progress: Progress | None = None,
 ) -> CompiledModel | CompiledProgram:
     """Plan a model or a program, load its weights into planned memory, and return it ready to be called.
 
@@ -117,8 +116,6 @@ def compile(
         "poison" fills every buffer with NaN before and after its lifetime, and makes it an error to change a weight.
     seed
         For random weights.
-    progress
-        Told what is compiled, which takes seconds the first time; see `Planner`.
 
     Raises
     ------
@@ -136,37 +133,50 @@ def compile(
     ...     step.rows.tolist(), tuple(step.confidence.shape)
     ([2, 3], (2,))
     """
-    from mosaic.models import Model
-
     if not isinstance(batch_invariant, bool):
         raise UsageError(f"batch_invariant: expected True or False, got {batch_invariant!r}.")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise UsageError(f"seed: expected an integer, got {seed!r}.")
     if not isinstance(model, str | Path | Mapping | Model | nn.Module):
-        from mosaic.runtime.compiled_program import compile_program  # symbolic: kept out of the start of a model
+        from mosaic.runtime.compiled_program import (  # symbolic: kept out of the start of a model
+            CompiledProgram,
+            program_of,
+        )
 
         if dtype is not None or max_tokens is not None or threads is not None or batch_invariant:
             raise UsageError(
                 "a program has its own dtypes and sizes: leave dtype, max_tokens, threads and batch_invariant out."
             )
-        return compile_program(
-            model, weights=weights, dims=dims or {}, device=device, budget=budget, host_budget=host_budget, config=config,
-            capture=capture, debug=debug, seed=seed,
-        )  # fmt: skip
+        program = Planner(program_of(model), device=usable_device(device), budget=budget, host_budget=host_budget)
+        return CompiledProgram(
+            program, weights=weights, dims=dims or {}, config=config, capture=capture, debug=debug, seed=seed
+        )
     if weights is not None or dims is not None:
         raise UsageError(
             "weights and dims are those of a program: a model's weights come from its directory or module."
         )
-    source = dict(config_of(model)) if isinstance(model, nn.Module) else model
-    if isinstance(model, nn.Module) and dtype is None:
-        dtype = next(iter(model.parameters())).dtype
-    longest = None if max_tokens is None else parse_tokens(max_tokens, what="max_tokens")
-    planner = planner_of(
-        source, device, dtype, budget, host_budget, adopts=isinstance(model, nn.Module),
-        batch_invariant=batch_invariant, progress=progress,
+    module = model if isinstance(model, nn.Module) else None
+    source = _config_of(model) if isinstance(model, nn.Module) else model
+    described = source if isinstance(source, Model) else load(source)
+    if module is not None and dtype is None:
+        dtype = next(iter(module.parameters())).dtype
+    if dtype is not None:
+        described = described.with_dtype(str(dtype).removeprefix("torch."))
+    longest = 1 if max_tokens is None else parse_tokens(max_tokens, what="max_tokens")
+    planner = Planner(
+        described, device=usable_device(device), budget=budget, host_budget=host_budget,
+        pinned=None if module is None else {"stream": "none"}, batch_invariant=batch_invariant,
     )  # fmt: skip
-    state = dict(model.state_dict()) if isinstance(model, nn.Module) else None
-    engine = ModelEngine(
-        planner, adopted=state, config=config, max_tokens=longest, capture=capture, threads=threads, debug=debug, seed=seed
+    engine = Engine(
+        planner, StepSize(windows=(longest,), rows=longest), given=None if module is None else dict(module.state_dict()),
+        config=config, capture=capture, threads=threads, debug=debug, seed=seed,
     )  # fmt: skip
     return CompiledModel(engine)
+
+
+def _config_of(module: nn.Module) -> dict[str, Any]:
+    """The configuration of a Hugging Face module."""
+    config = getattr(module, "config", None)
+    if config is None:
+        raise UsageError(f"{type(module).__name__} has no config: give a Hugging Face model or a checkpoint directory.")
+    return dict(config if isinstance(config, Mapping) else config.to_dict())

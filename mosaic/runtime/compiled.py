@@ -1,6 +1,6 @@
 """A model whose every byte is planned, as an object to call.
 
-The face of a `ModelEngine`, which has the plans, weights, states and executors; each call takes a turn of it.
+The face of an `Engine`, which has the plans, weights, states and executors; each call takes a turn of it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import logging
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
@@ -23,10 +24,10 @@ from mosaic.models.state import State, rows_by_name
 from mosaic.models.step import StepSize, most_rows
 from mosaic.registrar.schemes.plain import PLAIN
 from mosaic.runtime.batch import Rows, TokenIds, pack, rows_of
+from mosaic.runtime.engine import Engine
 from mosaic.runtime.face import Face
 from mosaic.runtime.host_copy import HostCopy
 from mosaic.runtime.launched import Launched
-from mosaic.runtime.model_engine import ModelEngine
 from mosaic.runtime.outputs import MemoryReport, StepOutput, output_of
 from mosaic.runtime.packing import PackedStep, pack_step
 from mosaic.runtime.recent import Recent
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner
+    from mosaic.runtime.sharing import SharedSizes
 
 __all__ = ["CompiledModel", "MemoryReport", "StepOutput"]
 
@@ -66,12 +68,10 @@ class CompiledModel(Face):
         The model's description.
     """
 
-    _engine: ModelEngine
-
-    def __init__(self, engine: ModelEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self.model = engine.model
-        self._warned = False
+        self.model = engine.planner.model
+        self._untrained = self.architecture.max_context or inf  # positions beyond them are told of, once
         self._kept = Recent[Hashable, tuple[tuple[StepRequest, ...], PackedStep]](
             KEPT_PACKED
         )  # requests, whose ids are keys
@@ -198,9 +198,9 @@ class CompiledModel(Face):
 
     def _warn_beyond(self, positions: int) -> None:
         """Say once that a step goes beyond the positions that the model was made for."""
-        most = self.architecture.max_context
-        if most and positions > most and not self._warned:
-            self._warned = True
+        most = self._untrained
+        if positions > most:
+            self._untrained = inf
             _log.warning(
                 "%s: a step over %s positions, the model's own context is %s: what it predicts beyond is untrained",
                 self.model.name, f"{positions:,}", f"{most:,}",
@@ -229,6 +229,10 @@ class CompiledModel(Face):
         """
         with self._engine.turn():
             return self._engine.table(state).open(owner)
+
+    def sharing(self) -> SharedSizes:
+        """Start to count what the live requests of one session come to share, beside those of the model's other sessions."""
+        return self._engine.sharing()
 
     @property
     def state_rows(self) -> Mapping[str, int]:

@@ -1,4 +1,4 @@
-"""A compiled program: the steps that a user has registered, planned at their sizes, bound once, and run.
+"""A compiled program: the steps that a user has registered, by name, as the engine runs them.
 
 Weights are loaded once, to where every plan has them. States and carries have ranges of their own: a state keeps its rows
 from step to step, a carry its value from one step to the next one that declares it.
@@ -6,63 +6,48 @@ from step to step, a carry its value from one step to the next one that declares
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-import sympy
 from torch import Tensor
 
 from mosaic.errors import UnknownName, UsageError
-from mosaic.planner.custom import ProgramPlanner, Settings
-from mosaic.planner.limits import MemoryBytes
+from mosaic.models.parts.cut import COUNT
+from mosaic.planner.planner import Planner
+from mosaic.registrar.bucketed import ProgramStep
 from mosaic.registrar.program import Build, Program
 from mosaic.runtime.engine import Engine
 from mosaic.runtime.executor import Debug
 from mosaic.runtime.face import Face
-from mosaic.runtime.opening import usable_device
-from mosaic.runtime.recent import Recent
-from mosaic.runtime.step_plans import does_not_fit
-from mosaic.runtime.weights import commit_weights, place_weights
+from mosaic.runtime.packing import PackedStep
+from mosaic.runtime.step_plans import Settings
 from mosaic.units import Size, parse_tokens
 
 if TYPE_CHECKING:
-    from mosaic.devices import Device
     from mosaic.planner.plan import Plan
-    from mosaic.planner.plan_records import PlanBuffer
-    from mosaic.registrar.program import BucketedStep
+    from mosaic.planner.plan_records import PlanRecords
+    from mosaic.registrar.graph import Graph
+    from mosaic.runtime.executor import Executor
+    from mosaic.runtime.held_values import HeldValues
 
-__all__ = ["CompiledProgram", "compile_program"]
+__all__ = ["CompiledProgram", "program_of"]
 
 Dims: TypeAlias = Mapping[str, Size]
 NO_DIMS: Final[Dims] = MappingProxyType({})
 NO_INPUTS: Final[Mapping[str, Tensor]] = MappingProxyType({})
-_KEPT_PLANS: Final = 128
 
 
-def compile_program(
-    program: Program | Build,
-    *,
-    weights: Mapping[str, Tensor] | None = None,
-    dims: Dims = NO_DIMS,
-    device: Device | str | None = "cpu",
-    budget: Size | None = None,
-    host_budget: Size | None = None,
-    config: Settings = None,
-    capture: bool = True,
-    debug: Debug = None,
-    seed: int = 0,
-) -> CompiledProgram:
-    """Compile a `Program`, or one graph as a program of the step `step`; see `mosaic.compile`."""
-    if not isinstance(program, Program):
-        if not callable(program):
-            raise UsageError(f"a program is a Program or a callable that registers a graph, got {program!r}.")
-        build, program = program, Program(getattr(program, "__name__", "custom"))
-        program.add_phase("step", build)
-    planner = ProgramPlanner(program, device=usable_device(device), budget=budget, host_budget=host_budget)
-    return CompiledProgram(
-        planner, weights=weights, dims=dims, config=config, capture=capture, debug=debug, seed=seed
-    )  # fmt: skip
+def program_of(source: Program | Build) -> Program:
+    """Return a program, or one graph as a program of the step `step`."""
+    if isinstance(source, Program):
+        return source
+    if not callable(source):
+        raise UsageError(f"a program is a Program or a callable that registers a graph, got {source!r}.")
+    program = Program(getattr(source, "__name__", "custom"))
+    program.add_phase("step", source)
+    return program
 
 
 class CompiledProgram(Face):
@@ -90,48 +75,49 @@ class CompiledProgram(Face):
 
     Examples
     --------
-    >>> import torch
+    >>> import mosaic, torch
     >>> def double(g):
     ...     n = g.dim("tokens")
     ...     x, w = g.input("x", (n, 2), "float32"), g.weight("w", (2, 2), "float32")
     ...     g.add_op("linear", x, w, out=g.output("y", (n, 2), "float32"))
-    >>> with compile_program(double, weights={"w": 2 * torch.eye(2)}) as program:
+    >>> with mosaic.compile(double, weights={"w": 2 * torch.eye(2)}) as program:
     ...     program(x=torch.ones(3, 2))["y"].tolist()
     [[2.0, 2.0], [2.0, 2.0], [2.0, 2.0]]
     """
 
     def __init__(
         self,
-        planner: ProgramPlanner,
+        planner: Planner,
         *,
         weights: Mapping[str, Tensor] | None = None,
         dims: Dims = NO_DIMS,
-        config: Settings = None,
+        config: Settings | None = None,
         capture: bool = True,
         debug: Debug = None,
         seed: int = 0,
     ) -> None:
-        self.program, self._planner, self._config = planner.program, planner, config
-        if not self.program.steps:
-            raise UsageError(f"the program '{self.program.name}' has no phase.")
+        program = planner.program
+        assert program is not None
+        if not program.steps:
+            raise UsageError(f"the program '{program.name}' has no phase.")
+        self.program, self._backend = program, planner.device.backend
+        self._graphs: dict[str, Graph] = {}
         self._dims = {name: parse_tokens(value, what=f"the dim '{name}'") for name, value in dims.items()}
-        self._plans: Recent[Hashable, Plan] = Recent(_KEPT_PLANS)
-        first = self.program.steps[0]
-        plan = self._fitting(first, self._smallest(first))
-        super().__init__(Engine(planner, plan, "program", capture=capture, debug=debug))
-        try:
-            commit_weights(plan, self.workspace)
-            self._weights = place_weights(plan, self.workspace, weights, seed=seed)
-        except BaseException:
-            self._engine.close()
-            raise
-        self._places = plan.weights
+        first = program.steps[0]
+        step = ProgramStep(name=first, sizes=self._sizes(first, self._smallest(first)))
+        super().__init__(Engine(planner, step, given=weights, config=config, capture=capture, debug=debug, seed=seed))
+
+    def _graph(self, step: str) -> Graph:
+        """The graph of a phase or joined step, in the first option of every choice."""
+        if step not in self._graphs:
+            self._graphs[step] = self.program.graph(step, backend=self._backend)
+        return self._graphs[step]
 
     def _smallest(self, step: str) -> dict[str, int]:
         """The dims of a step as far as they are known, and 1 else: what weights do not depend on."""
         found: dict[str, int] = {}
-        for name, info in reversed(self._planner.graph(step).dims.items()):  # a bound comes before what it bounds
-            bounded = (found[other] for other, known in self._planner.graph(step).dims.items() if known.at_most == name)
+        for name, info in reversed(self._graph(step).dims.items()):  # a bound comes before what it bounds
+            bounded = (found[other] for other, known in self._graph(step).dims.items() if known.at_most == name)
             found[name] = info.value or self._dims.get(name) or max(bounded, default=1)
         return found
 
@@ -153,12 +139,9 @@ class CompiledProgram(Face):
             If the step needs more than the budget.
         """
         with self._engine.turn():
-            name = self._named(step)
             given = self._dims | {key: parse_tokens(value, what=f"the dim '{key}'") for key, value in dims.items()}
-            bucketed = self.program.bucketed.get(name)
-            if bucketed is None:
-                return self._fitting(name, given)
-            return max(self._all_buckets(bucketed, given), key=lambda plan: plan.total_bytes)
+            graphs = self._step(self._named(step), given).graphs
+            return max(map(self._engine.plans.plan, graphs), key=lambda plan: plan.total_bytes)
 
     def _named(self, step: str | None) -> str:
         known = (*self.program.steps, *self.program.bucketed)
@@ -169,45 +152,28 @@ class CompiledProgram(Face):
             raise UnknownName("step", name, known)
         return name
 
-    def _fitting(self, step: str, dims: Mapping[str, int]) -> Plan:
-        """Plan a step that fits, or find its plan."""
-        self._require_dims(step, dims)
-        return self._plans.find(self._key(step, dims), lambda: self._made(step, dims))
-
-    def _made(self, step: str, dims: Mapping[str, int]) -> Plan:
-        """Plan a step, or say what it lacks."""
-        plan = self._planner.plan(step, dims, config=self._config)
-        if plan.fits:
-            return plan
-        sizes = ", ".join(f"{name} = {size:,}" for name, size in plan.dims.items())
-        needed, budget = (
-            MemoryBytes(plan.total_bytes, plan.host_bytes),
-            MemoryBytes(plan.budget_bytes, plan.host_budget_bytes),
+    def _step(self, name: str, dims: Mapping[str, int]) -> ProgramStep:
+        """A step with the values of its dims; of a bucketed one in the buckets that do not exceed what bounds the dim."""
+        how = self.program.bucketed.get(name)
+        if how is None:
+            return ProgramStep(name=name, sizes=self._sizes(name, dims))
+        bound = self._graph(how.suffix).dims[how.dim].at_most
+        buckets = how.sizes(dims, None if bound is None else dims.get(bound))
+        suffix = self._sizes(how.suffix, {**dims, how.dim: buckets[0]})
+        return ProgramStep(
+            name=name, sizes=self._sizes(how.prefix, dims), bucketed=how, suffix_sizes=suffix, buckets=buckets
         )
-        raise does_not_fit(needed, budget, f"the step '{step}' ({sizes})", ". Raise it, or run smaller steps.")
 
-    def _require_dims(self, step: str, dims: Mapping[str, int]) -> None:
-        known = self._planner.graph(step).dims
+    def _sizes(self, graph: str, dims: Mapping[str, int]) -> dict[str, int]:
+        """Those of some dims that a graph has."""
+        known = self._graph(graph).dims
         absent = [name for name, info in known.items() if info.value is None and name not in dims]
         if absent:
             raise UsageError(
-                f"the step '{step}' has dims that follow from no input's shape: {', '.join(map(repr, absent))}. Give them by "
+                f"the step '{graph}' has dims that follow from no input's shape: {', '.join(map(repr, absent))}. Give them by "
                 f"dims={{'{absent[0]}': ...}}."
             )
-
-    def _key(self, step: str, dims: Mapping[str, int]) -> Hashable:
-        known = self._planner.graph(step).dims
-        return step, tuple(sorted((name, size) for name, size in dims.items() if name in known))
-
-    def _all_buckets(self, step: BucketedStep, dims: Mapping[str, int]) -> list[Plan]:
-        """The plans of a bucketed step: the prefix's, and the suffix's of every bucket."""
-        suffixes = [self._fitting(step.suffix, {**dims, step.dim: size}) for size in self._sizes_of(step, dims)]
-        return [self._fitting(step.prefix, dims), *suffixes]
-
-    def _sizes_of(self, step: BucketedStep, dims: Mapping[str, int]) -> tuple[int, ...]:
-        """The buckets, none beyond what bounds the dim."""
-        bound = self._planner.graph(step.suffix).dims[step.dim].at_most
-        return step.sizes(dims, None if bound is None else dims.get(bound))
+        return {name: size for name, size in dims.items() if name in known}
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
@@ -249,54 +215,24 @@ class CompiledProgram(Face):
             If the step needs more than the budget.
         """
         with self._engine.turn():
-            self._engine.begin_step()
             name = self._named(step)
-            bucketed = self.program.bucketed.get(name)
-            if bucketed is None:
-                found = self._step(name, inputs, self._dims_of([name], inputs, dims))
-            else:
-                found = self._two_steps(name, bucketed, inputs, dims)
-            lent = self._engine.lend(found.values())
-            return dict(found) if lent else {key: value.clone() for key, value in found.items()}
-
-    def _two_steps(
-        self, name: str, step: BucketedStep, inputs: Mapping[str, Tensor], dims: Dims
-    ) -> Mapping[str, Tensor]:
-        """Run the prefix, and the suffix in the bucket that the prefix asks for."""
-        if step.dim in dims:
-            raise UsageError(f"the step '{name}' computes '{step.dim}': leave it out of `dims`.")
-        first, second = (self._input_shapes(phase).keys() for phase in (step.prefix, step.suffix))
-        for key in inputs:
-            if key not in (known := first | second):
-                raise UnknownName("input", key, sorted(known))
-        sizes = self._dims_of([step.prefix, step.suffix], inputs, dims)
-        self._all_buckets(step, sizes)
-        found = self._step(step.prefix, {key: inputs[key] for key in inputs.keys() & first}, sizes)
-        bucket = step.bucket(int(found[step.count].item()), self._sizes_of(step, sizes))
-        given = {key: inputs[key] for key in inputs.keys() & second}
-        return self._step(step.suffix, given, {**sizes, step.dim: bucket})
-
-    def _step(self, step: str, inputs: Mapping[str, Tensor], dims: Mapping[str, int]) -> Mapping[str, Tensor]:
-        """Run one plan. What it lacks is found before anything changes."""
-        plan = self._fitting(step, dims)
-        held = self._engine.held
-        held.require(step, plan)
-        _require_inputs(step, {b.name: b for b in plan.records.buffers if b.kind == "input"}, inputs)
-        held.begin(plan)
-        executor = self._engine.bind(plan, self._places, key=self._key(step, dims))
-        for pool, size in plan.records.held_states.items():
-            if new := size - held[pool]:
-                self.workspace.view(pool, held[pool], (new,), "uint8").zero_()
-        for name, view in executor.inputs.items():
-            view.copy_(inputs[name])
-        executor.run()
-        held.done(plan)
-        return executor.outputs
+            how = self.program.bucketed.get(name)
+            if how is not None and how.dim in dims:
+                raise UsageError(f"the step '{name}' computes '{how.dim}': leave it out of `dims`.")
+            phases = [name] if how is None else [how.prefix, how.suffix]
+            if how is not None:
+                _require_known(inputs, {key for phase in phases for key in self._input_shapes(phase)})
+            size = self._step(name, self._dims_of(phases, inputs, dims))
+            ran = self._engine.run(_GivenStep(size=size, inputs=inputs, shared=how is not None))
+            found = ran if ran.again is None else ran.again(int(ran.outputs[COUNT].item()))
+            assert found is not None
+            lent = self._engine.lend(found.outputs.values())
+            return dict(found.outputs) if lent else {key: value.clone() for key, value in found.outputs.items()}
 
     # --- dims -----------------------------------------------------------------------------------------------------
 
     def _input_shapes(self, step: str) -> dict[str, Sequence[Any]]:
-        return {b.name: b.shape for b in self._planner.graph(step).buffers if b.kind == "input"}
+        return {b.name: b.shape for b in self._graph(step).buffers if b.kind == "input"}
 
     def _dims_of(self, phases: Sequence[str], inputs: Mapping[str, Tensor], dims: Dims) -> dict[str, int]:
         """The dims of a step: of the call, of the axes of its inputs, and of the program."""
@@ -317,8 +253,8 @@ class CompiledProgram(Face):
                 got = list(inputs[name].shape)
                 raise UsageError(f"input '{name}' of '{step}': expected {len(shape)} axes, got {got}.")
             for dim, size in zip(shape, inputs[name].shape, strict=True):
-                if isinstance(dim, sympy.Symbol) and self._planner.graph(step).dims[str(dim)].value is None:
-                    yield name, str(dim), size
+                if not isinstance(dim, int) and dim.name and self._graph(step).dims[dim.name].value is None:
+                    yield name, dim.name, size
 
     # --- looking and leaving --------------------------------------------------------------------------------------
 
@@ -330,7 +266,7 @@ class CompiledProgram(Face):
     def weights(self) -> Mapping[str, Tensor]:
         """Return views of all weights by the names of their buffers; streamed ones are in host memory."""
         with self._engine.turn():
-            return MappingProxyType(self._weights)
+            return MappingProxyType(self._engine.weights.views)
 
     def state(self, name: str) -> Tensor:
         """View a state with the rows of the last step, to read or to write; valid until the next step.
@@ -362,16 +298,40 @@ class CompiledProgram(Face):
         raise UsageError(f"no {kind} '{name}' holds anything; there are: {', '.join(held) or 'none yet'}.")
 
 
-def _require_inputs(step: str, known: Mapping[str, PlanBuffer], given: Mapping[str, Tensor]) -> None:
-    """Make sure that the inputs given are those of a step, in its shapes and dtypes."""
+@dataclass(frozen=True, kw_only=True)
+class _GivenStep(PackedStep):
+    """A step of a program and the inputs that a caller has given, which nobody keeps; `shared`: by two graphs."""
+
+    inputs: Mapping[str, Tensor]
+    shared: bool = False
+
+    def check(self, records: PlanRecords, held: HeldValues) -> None:
+        """Make sure that it has what it reads: carries, and inputs in the plan's shapes and dtypes."""
+        super().check(records, held)
+        known = {b.name: b for b in records.buffers if b.kind == "input"}
+        if not self.shared:
+            _require_known(self.inputs, known)
+        absent = [name for name in known if name not in self.inputs]
+        if absent:
+            many = "s" if len(absent) > 1 else ""
+            raise UsageError(f"the step '{self.size.name}' needs the input{many} {', '.join(absent)}.")
+        for name, record in known.items():
+            given = self.inputs[name]
+            expected = f"{record.dtype} {list(record.shape)}"
+            got = f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}"
+            if got != expected:
+                raise UsageError(f"input '{name}' of '{self.size.name}': expected {expected}, got {got}.")
+
+    def write(self, executor: Executor) -> None:
+        """Copy the inputs."""
+        for name, view in executor.inputs.items():
+            view.copy_(self.inputs[name])
+
+    def prepare(self, executor: Executor) -> None:
+        """Leave all to `write`."""
+
+
+def _require_known(given: Iterable[str], known: Collection[str]) -> None:
     for name in given:
         if name not in known:
-            raise UnknownName("input", name, known)
-    absent = [name for name in known if name not in given]
-    if absent:
-        raise UsageError(f"the step '{step}' needs the input{'s' if len(absent) > 1 else ''} {', '.join(absent)}.")
-    for name, record in known.items():
-        expected = f"{record.dtype} {list(record.shape)}"
-        got = f"{str(given[name].dtype).removeprefix('torch.')} {list(given[name].shape)}"
-        if got != expected:
-            raise UsageError(f"input '{name}' of '{step}': expected {expected}, got {got}.")
+            raise UnknownName("input", name, sorted(known))

@@ -101,15 +101,6 @@ class Driver(Protocol):
     def unmap(self, address: int, size: int) -> None:
         """Undo exactly one `map`. Not ordered against streams: drain them first."""
 
-    def allocate(self, size: int) -> int:
-        """Take addresses and memory at once."""
-
-    def free(self, address: int) -> None:
-        """Give back what `allocate` gave."""
-
-    def copy(self, target: int, source: int, size: int) -> None:
-        """Copy within the device, and wait."""
-
     def host_register(self, address: int, size: int) -> None:
         """Pin whole pages of host memory and let every device reach them; a copy must lie inside one registration."""
 
@@ -234,22 +225,6 @@ class CudaDriver:
     def unmap(self, address: int, size: int) -> None:
         """Call cuMemUnmap."""
         self._call(self._cuda.cuMemUnmap(address, size), f"unmap {_span(address, size)}")
-
-    def allocate(self, size: int) -> int:
-        """Call cuMemAlloc."""
-        with self._current():
-            return int(self._call(self._cuda.cuMemAlloc(size), f"allocate {format_bytes(size)}"))
-
-    def free(self, address: int) -> None:
-        """Call cuMemFree."""
-        with self._current():
-            self._call(self._cuda.cuMemFree(address), f"free {address:#x}")
-
-    def copy(self, target: int, source: int, size: int) -> None:
-        """Call cuMemcpyDtoD, and wait: it returns before the copy is done."""
-        with self._current():
-            self._call(self._cuda.cuMemcpyDtoD(target, source, size), f"copy {format_bytes(size)}")
-            self._call(self._cuda.cuCtxSynchronize(), "wait for the copy")
 
     def host_register(self, address: int, size: int) -> None:
         """Call cuMemHostRegister, portable and mapped."""

@@ -1,43 +1,27 @@
-"""Page pools on a CUDA device, with the interface of `page_pool`: ranges of addresses of which a prefix is memory.
+"""The page pool of a CUDA device, with the interface of `page_pool`: ranges of addresses of which a prefix is memory.
 
-`CudaPool` uses virtual memory: a range never moves, and grows and shrinks by mapping and unmapping physical chunks.
-`SlabPool` is for devices without it: one allocation per range, which moves when it grows.
-Never grow or shrink while a CUDA graph is captured.
+A range never moves. It grows and shrinks by mapping and unmapping physical chunks, and never while a CUDA graph is captured.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection
-from typing import Final, TypeVar
+from typing import Final
 
 from mosaic.errors import RuntimeMemoryError
 from mosaic.runtime.cuda_driver import Driver
-from mosaic.runtime.cuda_range import CudaRange
-from mosaic.runtime.device_range import CudaMemoryError
+from mosaic.runtime.cuda_range import CudaMemoryError, CudaRange
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.range_pool import RangePool
-from mosaic.runtime.slab_range import SlabRange
 
-__all__ = [
-    "CudaMemoryError",
-    "CudaPool",
-    "CudaRange",
-    "SlabPool",
-    "SlabRange",
-    "open_pool",
-]
+__all__ = ["CudaMemoryError", "CudaPool", "CudaRange"]
 
 VOLATILE: Final = frozenset({"workspace"})
 """Ranges whose contents nobody needs after a resize: a plan writes its whole workspace in every call."""
 
-_log = logging.getLogger(__name__)
 
-DevicePart = TypeVar("DevicePart", CudaRange, SlabRange)
-
-
-class _Pool(RangePool[DevicePart]):
-    """What pools of both kinds share: checks of construction, and the check against the driver's counter.
+class CudaPool(RangePool[CudaRange]):
+    """The ranges of one CUDA device, charged to one ledger. See `CudaRange`.
 
     Parameters
     ----------
@@ -51,6 +35,20 @@ class _Pool(RangePool[DevicePart]):
         Waits for all work that can touch the ranges; the driver's wait for the whole context if not given.
     volatile
         Names of ranges whose contents nobody needs after a resize.
+
+    Raises
+    ------
+    RuntimeMemoryError
+        If the device has no virtual memory.
+
+    Examples
+    --------
+    >>> from mosaic.runtime.cuda_driver import CudaDriver
+    >>> with CudaPool(CudaDriver(0)) as pool:  # doctest: +SKIP
+    ...     workspace = pool.reserve("workspace", 1 << 40)
+    ...     workspace.commit(5_000_000)
+    ...     workspace.committed_bytes, pool.verify()
+    (6291456, 0)
     """
 
     def __init__(
@@ -62,6 +60,10 @@ class _Pool(RangePool[DevicePart]):
         synchronize: Callable[[], None] | None = None,
         volatile: Collection[str] = VOLATILE,
     ) -> None:
+        if not driver.virtual_memory():
+            raise RuntimeMemoryError(
+                f"{driver.name} has no virtual memory, which all memory is mapped by: use another card, or device='cpu'."
+            )
         super().__init__(ledger if ledger is not None else DeviceLedger(device=driver.name))
         self._driver, self._volatile = driver, frozenset(volatile)
         granularity = driver.granularity()
@@ -103,59 +105,7 @@ class _Pool(RangePool[DevicePart]):
             )
         return taken - charged
 
-
-class CudaPool(_Pool[CudaRange]):
-    """The ranges of one CUDA device with virtual memory, charged to one ledger. See `CudaRange`.
-
-    Examples
-    --------
-    >>> from mosaic.runtime.cuda_driver import CudaDriver
-    >>> with CudaPool(CudaDriver(0)) as pool:  # doctest: +SKIP
-    ...     workspace = pool.reserve("workspace", 1 << 40)
-    ...     workspace.commit(5_000_000)
-    ...     workspace.committed_bytes, pool.verify()
-    (6291456, 0)
-    """
-
     def _make(self, name: str, capacity_bytes: int) -> CudaRange:
         return CudaRange(
             name, capacity_bytes, self.ledger, self.page_bytes, self._driver, self._synchronize, name in self._volatile
         )
-
-
-class SlabPool(_Pool[SlabRange]):
-    """The ranges of one CUDA device without virtual memory: an allocation each. See `SlabRange`."""
-
-    def _make(self, name: str, capacity_bytes: int) -> SlabRange:
-        return SlabRange(
-            name, capacity_bytes, self.ledger, self.page_bytes, self._driver, self._synchronize, name in self._volatile
-        )
-
-
-def open_pool(
-    driver: Driver,
-    ledger: DeviceLedger | None = None,
-    *,
-    page_bytes: int | None = None,
-    synchronize: Callable[[], None] | None = None,
-    volatile: Collection[str] = VOLATILE,
-) -> CudaPool | SlabPool:
-    """Open the pool that a device allows: virtual memory, or slabs where it has none.
-
-    Parameters
-    ----------
-    driver
-        The device.
-    ledger
-        Owner of the budget; a fresh one without a limit if not given. Pools of one device share one.
-    page_bytes
-        Granularity of commits, a multiple of the driver's; the driver's if not given.
-    synchronize
-        Waits for all work that can touch the ranges; the driver's wait for the whole context if not given.
-    volatile
-        Names of ranges whose contents nobody needs after a resize.
-    """
-    if driver.virtual_memory():
-        return CudaPool(driver, ledger, page_bytes=page_bytes, synchronize=synchronize, volatile=volatile)
-    _log.warning("%s has no virtual memory: ranges are allocations that move when they grow.", driver.name)
-    return SlabPool(driver, ledger, page_bytes=page_bytes, synchronize=synchronize, volatile=volatile)

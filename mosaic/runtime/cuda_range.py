@@ -15,14 +15,14 @@ from typing import Final
 
 from torch import Tensor
 
+from mosaic.errors import RuntimeMemoryError
 from mosaic.runtime.cuda_driver import Addresses, CudaError, Driver
-from mosaic.runtime.device_range import DeviceRange
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.spans import Span, Spans, inner_pages, joined, total, without
 from mosaic.units import MIB, format_bytes, round_up
 
-__all__ = ["CHUNK_BYTES", "CudaRange"]
+__all__ = ["CHUNK_BYTES", "CudaMemoryError", "CudaRange"]
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +31,24 @@ CHUNK_BYTES: Final = 512 * MIB
 """The largest piece of physical memory. A piece costs the same whatever its size: on an H200 4 GiB were mapped in 0.9 ms by
 pieces of 512 MiB, in 122 ms by 2 MiB. A larger one would not be felt, and what is kept of one goes through the host
 when the rest goes back."""
+
+
+class CudaMemoryError(RuntimeMemoryError):
+    """The driver refused memory, or to take it back.
+
+    Attributes
+    ----------
+    asked_bytes
+        What the call wanted on top, or back.
+    committed_bytes
+        What the range holds now.
+    free_bytes
+        What the driver says is free on the device; None if it does not answer.
+    """
+
+    def __init__(self, message: str, *, asked_bytes: int, committed_bytes: int, free_bytes: int | None) -> None:
+        self.asked_bytes, self.committed_bytes, self.free_bytes = asked_bytes, committed_bytes, free_bytes
+        super().__init__(message)
 
 
 def _abandon(driver: Driver, address: int, size: int, chunks: dict[int, int]) -> None:
@@ -45,7 +63,7 @@ def _abandon(driver: Driver, address: int, size: int, chunks: dict[int, int]) ->
         _log.debug("%s keeps %s of addresses until the process ends: %s", driver.name, format_bytes(size), error)
 
 
-class CudaRange(DeviceRange):
+class CudaRange:
     """A reservation of device addresses, of which the prefix `[0, end_bytes)` is memory, but for holes. It never moves.
 
     Made by `CudaPool.reserve`. Touching more than the committed bytes is an illegal address, by design. Tensors keep
@@ -54,6 +72,11 @@ class CudaRange(DeviceRange):
     Memory is mapped in chunks as large as a growth, up to `CHUNK_BYTES`, and a chunk goes back whole. Shrinking into the
     middle of one, or a hole in it, replaces it by chunks of what is kept, so that the committed bytes are exact. Contents that
     are kept cross to the host and back, unless they may go (`volatile`).
+
+    Attributes
+    ----------
+    changes
+        How often memory was added or given back.
     """
 
     def __init__(
@@ -66,7 +89,12 @@ class CudaRange(DeviceRange):
         synchronize: Callable[[], None],
         volatile: bool,
     ) -> None:
-        super().__init__(name, capacity_bytes, ledger, page_bytes, driver)
+        self.name, self.page_bytes = name, page_bytes
+        self.capacity_bytes = round_up(max(capacity_bytes, 1), page_bytes)
+        self.committed_bytes = self.changes = 0
+        self._ledger, self._driver = ledger, driver
+        self._closed = False
+        self._tensor: Tensor | None = None
         self._synchronize, self._volatile = synchronize, volatile
         self._chunks: dict[int, int] = {}  # address -> size
         self._saved: list[tuple[int, Tensor]] = []  # contents that await memory: (first byte, on the host)
@@ -92,8 +120,19 @@ class CudaRange(DeviceRange):
         """Sizes of the mapped chunks, in the order of their addresses."""
         return tuple(size for _, size in sorted(self._chunks.items()))
 
-    def _view(self) -> Tensor:
-        return self._driver.as_tensor(self._addresses)
+    @property
+    def tensor(self) -> Tensor:
+        """The range as a uint8 tensor on the device, zero-copy; made when it is first asked for."""
+        if self._closed:
+            raise RuntimeMemoryError(f"the range {self.name} is closed: compile the model again.")
+        if self._tensor is None:
+            self._tensor = self._driver.as_tensor(self._addresses)
+        return self._tensor
+
+    @property
+    def device_tensor(self) -> Tensor:
+        """The same as `tensor`: it is on the device already."""
+        return self.tensor
 
     @property
     def end_bytes(self) -> int:
@@ -106,8 +145,36 @@ class CudaRange(DeviceRange):
 
     # --- growing --------------------------------------------------------------------------------------------------
 
-    def _reach(self, end: int, holes: Spans) -> None:
-        missing = without(self._pages(end, holes), self._committed)
+    def _end(self, num_bytes: int) -> int:
+        end = round_up(num_bytes, self.page_bytes)
+        if self._closed or end > self.capacity_bytes:
+            self._ledger.require(self.name, end - self.committed_bytes)
+            raise RuntimeMemoryError(
+                f"{self.name}: {num_bytes:,} bytes asked for, the range holds "
+                f"{0 if self._closed else self.capacity_bytes:,} at most: reserve a larger one."
+            )
+        return end
+
+    def commit(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
+        """Back `[0, num_bytes)`, rounded up to pages, with memory. All or nothing.
+
+        Parameters
+        ----------
+        num_bytes
+            How far memory has to reach.
+        holes
+            Bytes `[start, end)`, sorted, that need not be memory: the whole pages inside are left as they are.
+        populate
+            For the interface: memory of a device is always populated. Its contents are undefined.
+
+        Raises
+        ------
+        DoesNotFit
+            If the ledger's budget does not allow it.
+        CudaMemoryError
+            If the driver refuses; nothing was changed then.
+        """
+        missing = without(self._pages(self._end(num_bytes), holes), self._committed)
         if missing:
             self._grow(missing)
 
@@ -253,6 +320,31 @@ class CudaRange(DeviceRange):
     def _count(self, committed: Spans) -> None:
         self._committed, self.committed_bytes = committed, total(committed)
         self.changes += 1
+
+    def resize(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
+        """Commit and decommit so that exactly `[0, num_bytes)`, rounded up to pages, has memory, except `holes`."""
+        self._end(num_bytes)
+        self.decommit(num_bytes, holes=holes)
+        self.commit(num_bytes, holes=holes, populate=populate)
+
+    def resident_bytes(self) -> int:
+        """Give the bytes in physical memory: what is committed. `verify` asks the driver's own counter."""
+        return self.committed_bytes
+
+    def _refused(self, asked: str, size: int, state: str, error: CudaError) -> CudaMemoryError:
+        try:
+            free = self._driver.memory_info()[0]
+        except CudaError:
+            free = None
+        says = "does not say what is free" if free is None else f"says {format_bytes(free)} are free"
+        advice = "Restart the process." if free is None else "Free memory, or plan with a smaller budget."
+        return CudaMemoryError(
+            f"{self.name}: the driver refused to {asked} {format_bytes(size)} ({error}) and {says}; "
+            f"{format_bytes(self.committed_bytes)} are held, {state}. {advice}",
+            asked_bytes=size,
+            committed_bytes=self.committed_bytes,
+            free_bytes=free,
+        )
 
     def close(self) -> None:
         """Give the memory back, and the addresses once no tensor views them. Closing twice is fine.

@@ -1,60 +1,103 @@
-"""The engine that models and programs run on: memory, streams and executors of a device; one caller at a time."""
+"""The engine that models and programs run on: plans, weights, states, memory and executors of a device; one caller at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+import logging
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from mosaic.devices import GRAPH_BYTES
-from mosaic.errors import RuntimeMemoryError
+from mosaic.errors import RuntimeMemoryError, UsageError
+from mosaic.models.parts.cut import COUNT
+from mosaic.models.state import State
+from mosaic.models.step import MAX_TOKENS, StepSize
 from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.handed_out import HandedOut
 from mosaic.runtime.held_values import HeldValues
-from mosaic.runtime.opening import Plans, graph_memory, in_use, open_workspace
+from mosaic.runtime.kept_counts import KeptCounts
+from mosaic.runtime.opening import graph_memory, in_use, open_workspace
 from mosaic.runtime.outputs import MemoryReport
+from mosaic.runtime.packing import PackedStep
+from mosaic.runtime.poison import POISON
 from mosaic.runtime.recent import Recent
+from mosaic.runtime.sharing import SharedSizes
+from mosaic.runtime.spans import Span, joined, total, without
 from mosaic.runtime.state_rows import RowTable
 from mosaic.runtime.step_memory import StepMemory
+from mosaic.runtime.step_plans import Settings, StepPlans
 from mosaic.runtime.streams import shared_streams
+from mosaic.runtime.threads import StepThreads
 from mosaic.runtime.turns import Turns
+from mosaic.runtime.weight_store import WeightStore
 from mosaic.runtime.workspace import HOST
 
 if TYPE_CHECKING:
-    from mosaic.planner.check import WeightMap
     from mosaic.planner.plan import Plan
+    from mosaic.planner.plan_records import PlanRecords
+    from mosaic.planner.planner import Planner, SizedStep
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Ran"]
 
 KEPT_EXECUTORS: Final = 128
 """Executors that are kept: views and calls, which take memory of the host alone. Bytes bound their graphs (`GraphMemory`)."""
+KEPT_SIZES: Final = 256
+"""Sizes of steps of two graphs of which it is known that all their graphs have plans."""
 CAPTURED_MS: Final = 500.0
 """Longest predicted step that is captured into a CUDA graph: launches of longer ones hide behind their kernels."""
+_log = logging.getLogger(__name__)
+
+
+class Ran(NamedTuple):
+    """A step that was given to the device.
+
+    `outputs` by name are valid until the next step. Where its second graph waits for a size, they are the count alone, and `again`
+    takes it and gives the step with that graph run. Where the size was guessed, `again` takes the count that has come with the
+    outputs: it gives None if the size was enough, and else the step with that graph run again, larger.
+    """
+
+    outputs: Mapping[str, Tensor]
+    plan: Plan
+    again: Callable[[int], Ran | None] | None = None
 
 
 class Engine:
-    """What plans run on. Whoever calls it holds the turn.
+    """What runs the steps of one model or program. Whoever calls it holds the turn.
 
     Parameters
     ----------
     planner
-        Of the plans: their device, and the budgets that memory is within.
+        As the caller asked for it.
     first
-        Any of its plans: what the device's context and libraries take is the same in all.
-    what
-        What stands on it, for messages.
-    tables
-        Who owns rows of states; more tables may be added later.
+        The step that weights are loaded for: to where its plan wants them.
+    given
+        A model's own parameters by name, taken without a copy; or weights of a program, which are copied. The model's own weights
+        are loaded, a program's drawn at random, if not given.
+    config
+        Settings that every plan takes instead of searching.
     capture
         Replay short steps from CUDA graphs.
+    threads
+        On a CPU, the threads that operations of a model's step may use.
     debug
         As for `Executor`.
+    seed
+        For random weights.
 
     Attributes
     ----------
+    planner
+        As it was given; that of `plans` knows where the weights are.
+    plans
+        The plans of its steps.
+    weights
+        Where its weights are.
     workspace
         Its memory.
     turns
@@ -63,45 +106,64 @@ class Engine:
         The plan of the last step.
     held
         What states and carries hold.
-    device
-        That plans run on.
-    debug
-        As it was given.
+    shared
+        What the requests of each session come to share: one session admits what leaves room for the steps of all.
+    unsettled
+        Of the last step, if its second graph has yet to run, or may have to again: what waits until it has.
     """
 
     def __init__(
         self,
-        planner: Plans,
-        first: Plan,
-        what: str,
+        planner: Planner,
+        first: SizedStep,
         *,
-        tables: Collection[RowTable] = (),
+        given: Mapping[str, Tensor] | None = None,
+        config: Settings | None = None,
         capture: bool = True,
+        threads: int | None = None,
         debug: Debug = None,
+        seed: int = 0,
     ) -> None:
         self._on_cuda = planner.device.backend == "cuda"
-        self.debug, self._capture = debug, capture and self._on_cuda
-        self._what, self._open = what, True
-        self._adopted_bytes = 0  # weights that the ledger counts and no range has
+        if threads is not None and self._on_cuda:
+            raise UsageError("threads are those of a CPU's operations: leave them out, or use device='cpu'.")
+        self.planner, self.debug, self._capture = planner, debug, capture and self._on_cuda
+        self._in_force: Callable[[], AbstractContextManager[None]] = nullcontext
+        if planner.architecture is not None and not self._on_cuda:
+            self._in_force = StepThreads(planner.architecture.parameters, threads).in_force
+        self._open = True
+        self._tables: dict[State, RowTable] = {}
+        self._fresh: dict[State, list[Span]] = {}  # of a poisoned model: rows handed out since the last step
+        self._counts, self._planned = KeptCounts(), Recent[Hashable, bool](KEPT_SIZES)
+        self._last_kept = Recent[Hashable, int](KEPT_SIZES)
+        self.unsettled: Callable[[], None] | None = None
+        self.shared = WeakSet[SharedSizes]()
         self.held = HeldValues()
         self._handed_out = HandedOut()
         self._bound: Recent[Hashable, tuple[Plan, Executor]] = Recent(
             KEPT_EXECUTORS, lambda bound: bound[1].drop_graph()
         )
         self.device = torch.device("cuda", torch.cuda.current_device()) if self._on_cuda else torch.device("cpu")
-        self.current, self.turns = first, Turns(self.device)
+        self.plans = StepPlans(planner, config)
+        plan = self.plans.exact(first)
+        self.current, self.turns = plan, Turns(self.device)
         self._streams = shared_streams(self.device.index) if self._on_cuda else None
         self.workspace = open_workspace(planner)
-        self._memory = StepMemory(self.workspace, tables, self._handed_out.empty, lambda: self._graphs.give_way())
+        self._memory = StepMemory(
+            self.workspace, self._tables.values(), self._handed_out.empty, lambda: self._graphs.give_way()
+        )
         self._graphs = graph_memory(
             self.workspace.ledger, self.device, make_room=self._memory.give_idle_back,
-            reserved_bytes=min(GRAPH_BYTES, first.components["context"]),
+            reserved_bytes=min(GRAPH_BYTES, plan.components["context"]),
         )  # fmt: skip
+        self.weights = WeightStore(planner, self.workspace, self.device, seed=seed)
         try:
             for fixed in ("context", "library"):
-                self.workspace.ledger.charge(fixed, first.components[fixed])
+                self.workspace.ledger.charge(fixed, plan.components[fixed])
+            self.plans.settle_on(plan)
+            self.weights.fill(plan, given)
         except BaseException:
-            self.workspace.close()
+            self.close()
             raise
 
     @contextmanager
@@ -109,46 +171,149 @@ class Engine:
         """Wait for other threads, and make sure that it is open."""
         with self.turns:
             if not self._open:
-                raise RuntimeMemoryError(f"the {self._what} is closed: compile it again.")
+                what = "model" if self.planner.program is None else "program"
+                raise RuntimeMemoryError(f"the {what} is closed: compile it again.")
             yield
 
-    # --- steps ----------------------------------------------------------------------------------------------------
+    def sharing(self) -> SharedSizes:
+        """Start to count what the live requests of one session come to share, beside the other sessions'."""
+        return SharedSizes(self.shared)
 
-    def begin_step(self) -> None:
-        """Begin a step: executors of the one before may lose their captured graphs to those of this one."""
-        self._graphs.begin()
+    # --- states ---------------------------------------------------------------------------------------------------
 
-    def plan_of(self, key: Hashable) -> Plan | None:
-        """Return the plan that is bound for a key, if there is one."""
-        return self._bound[key][0] if key in self._bound else None
+    def table(self, state: State) -> RowTable:
+        """Return the table of who owns which rows of a state.
 
-    def bind(
-        self, plan: Plan, places: WeightMap | None, tensors: Mapping[str, Tensor] | None = None, *, key: Hashable = None
-    ) -> Executor:
-        """Commit the memory of a plan, the current one from then on, and bind the plan.
+        Raises
+        ------
+        UsageError
+            If another state of the same name has a table.
+        """
+        other = next((known for known in self._tables if known.name == state.name and known != state), None)
+        if other is not None:
+            raise UsageError(f"the state '{state.name}' is {other}, asked for {state}: give one of them another name.")
+        if state not in self._tables:
+            taken = self._fresh.setdefault(state, []).extend if self.debug == "poison" else None
+            self._tables[state] = RowTable(state.name, extents=state.extents, turns=self.turns, taken=taken)
+        return self._tables[state]
 
-        Parameters
-        ----------
-        places, tensors
-            Where weights were loaded, and those that are somewhere else: `weights` and `tensors` of `Executor`.
-        key
-            The executor is kept for whoever asks for this key next; None: it serves once.
+    @property
+    def changes(self) -> int:
+        """How often rows of states changed hands."""
+        return sum(table.changes for table in self._tables.values())
+
+    @property
+    def states(self) -> dict[State, int]:
+        """Rows of each state that are in use."""
+        return {state: table.rows for state, table in self._tables.items()}
+
+    def states_with(self, more: Mapping[State, int]) -> dict[State, int]:
+        """Return the rows of each state once `more` are taken: those that nobody owns are handed out first."""
+        found = dict.fromkeys(more, 0) | self.states
+        for state, count in more.items():
+            free = self._tables[state].free if state in self._tables else ()
+            found[state] += max(count - total(free), 0)
+        return found
+
+    def scattered(self, sizes: Iterable[StepSize]) -> list[StepSize]:
+        """Return the same steps where the rows of their sequences lie in as many extents as they may come to lie in."""
+        found, now = [], {state: table.most_extents(0) for state, table in self._tables.items()}
+        for size in sizes:
+            kept = size.phase.cache.kept
+            extents = now[kept] + len(size.windows) if kept in now else 0
+            found.append(replace(size, extents=extents) if extents > size.extents else size)
+        return found
+
+    # --- running --------------------------------------------------------------------------------------------------
+
+    def run(self, step: PackedStep, config: Settings | None = None) -> Ran:
+        """Run a step.
 
         Raises
         ------
         DoesNotFit
             If it needs more than the budget.
+        BucketOverflow
+            If its second graph has no size for the rows that its first one keeps.
+        UsageError
+            If a carry that it reads was not written before, or it lacks inputs.
         """
+        if self.unsettled is not None:
+            self.settle()
+        self._graphs.begin()
+        return self._run(step, config) if step.size.bucketed is None else self._run_two(step, config)
+
+    def prepare(self, step: PackedStep) -> None:
+        """Write what a step takes to where it is copied from, if it is bound; nothing that a step before it reads changes."""
+        bound = self._bound.get((step.key, None))
+        if bound is not None and step.size.bucketed is None:
+            step.prepare(bound[1])
+
+    def _run(self, step: PackedStep, config: Settings | None) -> Ran:
+        """Run one graph. What it lacks is found before anything changes."""
+        key = step.key, None if config is None else tuple(sorted((name, repr(value)) for name, value in config.items()))
+        bound = self._bound.get(key)
+        plan = self.plans.plan(step.size, config) if bound is None else bound[0]
+        if bound is None and not self.weights.serves(plan):  # a move drops all that is bound
+            self._move(plan)
+        records = plan.records if bound is None else bound[1].records
+        step.check(records, self.held)
+        self.held.begin(records)
         self._memory.commit(plan)
         self.current = plan
+        executor = self._bind(plan, step.size, key) if bound is None else bound[1]
+        if bound is not None:
+            self._bound.move_to_end(key)
+        if self.planner.program is not None:
+            self._zero_new_rows(records)
+        if self._fresh:
+            self._poison_fresh_rows()
+        step.write(executor)
+        with self._in_force():
+            executor.run()
+        self.held.done(records)
+        return Ran(executor.outputs, plan)
 
-        def make() -> tuple[Plan, Executor]:
-            return plan, Executor(
-                plan, self.workspace, tensors=tensors, weights=places, debug=self.debug, streams=self._streams,
-                capture=self._capture and plan.predicted_step_ms <= CAPTURED_MS, graphs=self._graphs,
-            )  # fmt: skip
+    def _bind(self, plan: Plan, size: SizedStep, key: Hashable) -> Executor:
+        """Bind a plan; its executor is kept for the steps that it serves again."""
+        executor = Executor(
+            plan, self.workspace, tensors=self.weights.adopted, weights=self.weights.places, debug=self.debug,
+            streams=self._streams, capture=self._capture and plan.predicted_step_ms <= CAPTURED_MS, graphs=self._graphs,
+        )  # fmt: skip
+        if self._serves_again(plan, size):
+            self._bound.find(key, lambda: (plan, executor))
+        return executor
 
-        return (make() if key is None else self._bound.find(key, make))[1]
+    def _serves_again(self, plan: Plan, size: SizedStep) -> bool:
+        """Whether a plan is for the rounded size; one for the exact numbers serves no other step."""
+        asked = size.rounded().dims(self.planner.architecture).items()
+        return all(plan.dims.get(name, value) == value for name, value in asked)
+
+    def _zero_new_rows(self, records: PlanRecords) -> None:
+        """Zero the rows that a program's states have in this plan and had not before. A model's are their owners'."""
+        for pool, size in records.held_states.items():
+            if new := size - self.held[pool]:
+                self.workspace.view(pool, self.held[pool], (new,), "uint8").zero_()
+
+    def _poison_fresh_rows(self) -> None:
+        """Fill rows that were handed out since the last step: whoever reads them before they are written gets NaN."""
+        for state, spans in self._fresh.items():
+            table, size = self._tables[state], self._memory.row_bytes.get(self._tables[state].pool)
+            if size is None:
+                continue
+            for start, end in without(joined(spans), [*table.free, (table.rows, MAX_TOKENS)]):
+                self.workspace.view(table.pool, start * size, ((end - start) * size,), "uint8").fill_(POISON)
+            spans.clear()
+
+    def settle(self) -> None:
+        """Wait for the last step where its second graph has yet to run, or may have to again: what it takes is still there."""
+        waiting, self.unsettled = self.unsettled, None
+        if waiting is not None:
+            try:
+                waiting()
+            except BaseException:  # who is interrupted has not run it
+                self.unsettled = waiting
+                raise
 
     @property
     def executors(self) -> tuple[Executor, ...]:
@@ -165,14 +330,69 @@ class Engine:
             self._handed_out.hold(outputs)
         return alone
 
+    # --- steps of two graphs --------------------------------------------------------------------------------------
+
+    def _run_two(self, step: PackedStep, config: Settings | None) -> Ran:
+        """Run the first graph, and the second at the size that the first asks for, or that steps before have needed."""
+        size, buckets = step.size, step.buckets
+        how = size.bucketed
+        assert how is not None
+        self._planned.find((self.plans.planner, step.key, repr(config)), partial(self._require_all, size, config))
+        found = self._run(step.graph(), config)
+        if isinstance(size, StepSize) and size.guesses:
+            expected = self._counts.expected(size.phase, size.tokens)
+            kept = next((kept for kept in buckets if expected is not None and kept >= expected), buckets[-1])
+            again = partial(self._again, size, step, config, kept)
+            return self._run(step.graph(kept), config)._replace(again=again)
+        if isinstance(size, StepSize) and buckets[0] >= size.tokens:  # there is one, which holds all rows
+            return self._run(step.graph(buckets[0]), config)
+        if config is None and step.key in self._last_kept:
+            self.prepare(step.graph(self._last_kept[step.key]))  # the most likely one, while the first graph runs
+        return Ran({COUNT: found.outputs[how.count]}, found.plan, partial(self._sized, step, config))
+
+    def _sized(self, step: PackedStep, config: Settings | None, count: int) -> Ran:
+        """Run the second graph at the size that the first asks for."""
+        how = step.size.bucketed
+        assert how is not None
+        kept = how.bucket(count, step.buckets)
+        self._last_kept.pop(step.key, None)
+        self._last_kept.find(step.key, lambda: kept)
+        return self._run(step.graph(kept), config)
+
+    def _require_all(self, size: SizedStep, config: Settings | None) -> bool:
+        """Make sure that all graphs of a step have plans before anything of it runs: where one does not fit, nothing does. Of given
+        settings each graph takes those that it has, so one of them has each."""
+        if config is None:
+            self.plans.require([size], {})
+            return True
+        known: set[str] = set()
+        for graph in size.graphs:
+            self.plans.plan(graph, config)
+            known.update(self.plans.planner.space(graph.kind).known(config))
+        for name in config.keys() - known:
+            self.plans.planner.at(size.graphs[-1]).config({name: config[name]})  # which says what there is
+        return True
+
+    def _again(self, size: StepSize, step: PackedStep, config: Settings | None, kept: int, count: int) -> Ran | None:
+        """Run the second graph again where there are more rows than it has run for: it has left everything as it was."""
+        how = step.size.bucketed
+        assert how is not None
+        self._counts.note(size.phase, count, size.tokens)
+        if count <= kept:
+            return None
+        enough = how.bucket(count, step.buckets)
+        _log.debug("%s rows are kept: the second graph, which has run for %s, runs again for %s", count, kept, enough)
+        return self._run(step.graph(enough), config)
+
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def trim(self) -> None:
         """Give back what neither the last step nor owners of rows need. Outputs that are lent are emptied."""
+        self.settle()
         self._handed_out.empty()
         self._memory.trim(self.current)
 
-    def give_all_back(self) -> None:
+    def _give_all_back(self) -> None:
         """Give back all memory but that of rows of states; no step is bound any more."""
         self._handed_out.empty()
         self._bound.clear()
@@ -183,7 +403,7 @@ class Engine:
 
     def memory(self) -> MemoryReport:
         """Report planned, committed and resident bytes by pool; planned are those of the last step's plan."""
-        adopted = {"weights": self._adopted_bytes} if self._adopted_bytes else {}
+        adopted = {"weights": self.weights.adopted_bytes} if self.weights.adopted_bytes else {}
         planned, committed = self.current.pools, self.workspace.committed_bytes() | adopted
         resident = self.workspace.resident_bytes() | adopted
         pools = dict.fromkeys(("weights", "workspace", *planned, *committed))
@@ -198,10 +418,26 @@ class Engine:
             in_use=in_use() if self._on_cuda else None,
         )
 
+    def _move(self, plan: Plan) -> None:
+        """Load the weights again, to where another plan wants them."""
+        lost = "; what was written into `weights()` is lost" if self.weights.shown else ""
+        say = _log.warning if self.weights.shown else _log.info
+        say("weights move: %s is streamed from now on, loaded again%s", plan.config["stream"], lost)
+        try:
+            self.weights.forget()
+            self._give_all_back()
+            self.current = plan
+            self.plans.settle_on(plan)
+            self.weights.fill(plan)
+        except BaseException:
+            self.close()
+            raise
+
     def close(self) -> None:
         """Give all memory back. Closing twice is fine."""
         with self.turns:
-            self._open = False
+            self._open, self.unsettled = False, None
+            self.weights.forget()
             self._bound.clear()
             self._graphs.close()
             self.workspace.close()

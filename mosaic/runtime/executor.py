@@ -89,6 +89,10 @@ class Executor:
 
     Attributes
     ----------
+    records
+        What the plan says, typed.
+    inputs, outputs
+        Views by name: to write before each `run`; valid from one `run` to the next.
     captured
         Whether steps are replayed from a graph.
     not_captured
@@ -109,7 +113,7 @@ class Executor:
         graphs: GraphMemory | None = None,
     ) -> None:
         self.document: Mapping[str, Any] = getattr(plan, "document", plan)
-        self._records = records_in(plan)
+        self.records = records_in(plan)
         if self.document.get("schema") != SCHEMA:
             raise PlanFormatError(
                 f"the plan's schema is {self.document.get('schema')!r}, this runtime runs '{SCHEMA}'."
@@ -119,8 +123,6 @@ class Executor:
         if weights is not None:
             require_in_place(self.document, weights)
         self.workspace, self.debug = workspace, debug
-        self._operators = {**getattr(plan, "operators", {}), **(operators or {})}
-        self._tensors = dict(tensors or {})
         self._streams = CudaStreams() if streams is None and self.document.get("backend") == "cuda" else streams
         self._capture, self._warm = capture, False
         self._watch: Callable[[Call], object] | None = None
@@ -130,66 +132,33 @@ class Executor:
         if capture and (debug is not None or self._streams is None):
             self._capture = False
             self.not_captured = "it is poisoned" if debug is not None else "the cpu has no graphs"
-        self._bind()
-
-    # --- binding --------------------------------------------------------------------------------------------------
-
-    def _bind(self) -> None:
-        """Make all views and calls for the addresses that the pools have now."""
-        self._generations = self._moves()
-        self.drop_graph()
-        regions = Regions(self._records)
-        self._views = Views(self._records, regions, self.workspace, self._tensors)
-        self._inputs, self._outputs = self._named("input"), self._named("output")
-        self._writer = HostInputs(self._inputs)
-        self._uses_host = any(pool.name == HOST and pool.capacity for pool in self._records.pools)
-        poison = Poison(self._records, regions, self._views) if self.debug == "poison" else None
-        self._guard = WeightGuard(self._records, self._views, self.workspace) if self.debug == "poison" else None
-        self.segments: tuple[Segment, ...] = unroll(
-            self._records, self._operators, regions, self._views, self._streams, poison
-        )
-
-    def _moves(self) -> dict[str, int]:
-        """How often each pool has moved: slabs do when they grow, ranges of virtual memory never."""
-        ranges = self.workspace.pages.ranges.items()
-        return {name: part.generation for name, part in ranges if hasattr(part, "generation")}
+        regions = Regions(self.records)
+        self._views = Views(self.records, regions, workspace, dict(tensors or {}))
+        self.inputs, self.outputs = self._named("input"), self._named("output")
+        self._writer = HostInputs(self.inputs)
+        self._uses_host = any(pool.name == HOST and pool.capacity for pool in self.records.pools)
+        poison = Poison(self.records, regions, self._views) if debug == "poison" else None
+        self._guard = WeightGuard(self.records, self._views, workspace) if debug == "poison" else None
+        brought = {**getattr(plan, "operators", {}), **(operators or {})}
+        self.segments: tuple[Segment, ...] = unroll(self.records, brought, regions, self._views, self._streams, poison)
 
     def _host_changes(self) -> int:
         """How often the pinned memory that the plan copies from and to was added to or given back."""
         return self.workspace.range(HOST).changes if self._uses_host else 0
 
-    def _follow(self) -> None:
-        """Bind again where a pool has moved since; views made before are dangling."""
-        if self._moves() != self._generations:
-            self._bind()
-
     def _named(self, kind: str) -> Mapping[str, Tensor]:
-        mine = {b.name: self._views.whole(b.id) for b in self._records.buffers if b.kind == kind}
+        mine = {b.name: self._views.whole(b.id) for b in self.records.buffers if b.kind == kind}
         return MappingProxyType(mine)
 
     # --- what callers see -----------------------------------------------------------------------------------------
 
-    @property
-    def inputs(self) -> Mapping[str, Tensor]:
-        """Views by name, to write before each `run`; ask again after a pool was resized."""
-        self._follow()
-        return self._inputs
-
     def write(self, values: Mapping[str, Tensor | Numbers]) -> None:
         """Write inputs by name; where there are fewer values than the plan has rows, the last one is repeated."""
-        self._follow()
         self._writer.write(values)
 
     def prepare(self, values: Mapping[str, Tensor | Numbers]) -> None:
         """Write what a device's inputs are copied from, as far as that is; `write` of the same mapping then only copies."""
-        self._follow()
         self._writer.fill(values)
-
-    @property
-    def outputs(self) -> Mapping[str, Tensor]:
-        """Views by name, valid from one `run` to the next."""
-        self._follow()
-        return self._outputs
 
     @property
     def captured(self) -> bool:
@@ -218,8 +187,7 @@ class Executor:
 
     def buffer(self, name: str) -> Tensor:
         """View a whole buffer by name; its contents are those of the plan's moment."""
-        self._follow()
-        for record in self._records.buffers:
+        for record in self.records.buffers:
             if record.name == name:
                 return self._views.whole(record.id)
         raise UsageError(f"the plan has no buffer '{name}'.")
@@ -252,7 +220,6 @@ class Executor:
         WeightsChanged
             If the step is poisoned and has written to a weight.
         """
-        self._follow()
         if self._guard is None:
             self._run()
             return

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mosaic.errors import UsageError
 
 if TYPE_CHECKING:
-    from mosaic.planner.plan import Plan
+    from mosaic.planner.plan_records import PlanRecords
 
 __all__ = ["HeldValues"]
 
@@ -31,7 +31,7 @@ class HeldValues(Mapping[str, int]):
     def __len__(self) -> int:
         return len(self._bytes)
 
-    def require(self, step: str, plan: Plan) -> None:
+    def require(self, step: str, records: PlanRecords) -> None:
         """Make sure that the carries that a graph reads hold a value.
 
         Raises
@@ -39,19 +39,18 @@ class HeldValues(Mapping[str, int]):
         UsageError
             Naming one that does not.
         """
-        for name, size in plan.records.taken.items():
+        for name, size in records.taken.items():
             if (left := self._bytes.get(f"carry/{name}", 0)) < size:
                 raise UsageError(
                     f"the step '{step}' reads {size:,} bytes of the carry '{name}', of which the steps before have left "
                     f"{left:,}: run the step that writes it first."
                 )
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, records: PlanRecords) -> None:
         """Note that a graph runs: should it fail, no carry holds anything, and states have the rows that were there and that it
         has."""
-        states = plan.records.held_states
-        self._bytes = {pool: min(size, self._bytes.get(pool, 0)) for pool, size in states.items()}
+        self._bytes = {pool: min(size, self._bytes.get(pool, 0)) for pool, size in records.held_states.items()}
 
-    def done(self, plan: Plan) -> None:
+    def done(self, records: PlanRecords) -> None:
         """Note that it has run."""
-        self._bytes = dict(plan.records.held)
+        self._bytes = dict(records.held)

@@ -19,8 +19,8 @@ from mosaic.models.parts.windows import OPEN
 from mosaic.runtime.steps import StepRequest, StepResult
 
 if TYPE_CHECKING:
+    from mosaic.runtime.engine import Ran
     from mosaic.runtime.host_copy import HostCopy
-    from mosaic.runtime.model_engine import Ran
 
 __all__ = ["Launched"]
 

@@ -1,14 +1,13 @@
-"""From what a caller names to what it runs on: the planner of a model's steps, the device, and memory within budgets."""
+"""What an engine runs on: the device that a caller names, and memory within budgets."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import torch
-from torch import nn
 
 from mosaic.errors import UsageError
 from mosaic.runtime.graph_memory import GraphMemory
@@ -16,64 +15,16 @@ from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.page_pool import PagePool
 from mosaic.runtime.streams import shared_streams
 from mosaic.runtime.workspace import Workspace
-from mosaic.units import Size
 
 if TYPE_CHECKING:
     from mosaic.devices import Device
-    from mosaic.planner.planner import Planner, Progress
+    from mosaic.planner.planner import Planner
 
-__all__ = ["Plans", "config_of", "graph_memory", "in_use", "open_workspace", "planner_of", "usable_device"]
+__all__ = ["graph_memory", "in_use", "open_workspace", "usable_device"]
 
 OLDEST: Final = (8, 0)
 """Compute capability of the oldest cards that every kernel is compiled and tested for."""
 _log = logging.getLogger(__name__)
-
-
-class Plans(Protocol):
-    """Who plans for a device: `Planner`, `ProgramPlanner`."""
-
-    device: Device
-    budget_bytes: int
-    host_budget_bytes: int
-
-
-def config_of(module: nn.Module) -> Mapping[str, Any]:
-    """Return the configuration of a Hugging Face module."""
-    config = getattr(module, "config", None)
-    if config is None:
-        raise UsageError(f"{type(module).__name__} has no config: give a Hugging Face model or a checkpoint directory.")
-    found: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
-    return found
-
-
-def planner_of(
-    source: Any,
-    device: Device | str | None,
-    dtype: str | torch.dtype | None,
-    budget: Size | None,
-    host_budget: Size | None,
-    *,
-    adopts: bool,
-    batch_invariant: bool = False,
-    progress: Progress | None,
-) -> Planner:
-    """Make the planner of a model's description, for a device that this process has.
-
-    Parameters
-    ----------
-    adopts
-        A module's own parameters are taken, which stay on the device.
-    """
-    from mosaic.models import Model, load
-    from mosaic.planner.planner import Planner
-
-    described = source if isinstance(source, Model) else load(source)
-    if dtype is not None:
-        described = described.with_dtype(str(dtype).removeprefix("torch."))
-    return Planner(
-        described, device=usable_device(device), budget=budget, host_budget=host_budget,
-        pinned={"stream": "none"} if adopts else None, batch_invariant=batch_invariant, progress=progress,
-    )  # fmt: skip
 
 
 def usable_device(device: Device | str | None) -> Device:
@@ -111,7 +62,7 @@ def usable_device(device: Device | str | None) -> Device:
     return replace(profile, attention_rates=rates or {"triton": profile.attention_rates["cudnn"]})
 
 
-def open_workspace(planner: Plans) -> Workspace:
+def open_workspace(planner: Planner) -> Workspace:
     """Return the pages of the device and of the host that the plans are for, within the planner's budgets."""
     device = planner.device
     ledger = DeviceLedger(planner.budget_bytes, device.name)
@@ -121,13 +72,13 @@ def open_workspace(planner: Plans) -> Workspace:
         pool = PagePool(ledger, page_bytes=device.page_bytes, released="read")
         return Workspace(pool=pool, host=PagePool(host_ledger, page_bytes=device.page_bytes))
     from mosaic.runtime.cuda_driver import CudaDriver
-    from mosaic.runtime.cuda_pool import open_pool
+    from mosaic.runtime.cuda_pool import CudaPool
     from mosaic.runtime.host_pool import HostPool
 
     torch.cuda.init()  # type: ignore[no-untyped-call]
     driver = CudaDriver(torch.cuda.current_device())
     host = HostPool(driver, host_ledger, page_bytes=device.page_bytes)
-    return Workspace(pool=open_pool(driver, ledger, page_bytes=device.page_bytes), host=host)
+    return Workspace(pool=CudaPool(driver, ledger, page_bytes=device.page_bytes), host=host)
 
 
 def graph_memory(

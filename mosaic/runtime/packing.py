@@ -5,12 +5,12 @@ What there is to fill, the phase's parts declare (`mosaic.models.inputs`); nothi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain
 from operator import attrgetter
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 import torch
@@ -27,6 +27,12 @@ from mosaic.runtime.frequencies import inverse_frequencies
 from mosaic.runtime.numbers import Numbers
 from mosaic.runtime.steps import SETTINGS, StepRequest
 
+if TYPE_CHECKING:
+    from mosaic.planner.plan_records import PlanRecords
+    from mosaic.planner.planner import SizedStep
+    from mosaic.runtime.executor import Executor
+    from mosaic.runtime.held_values import HeldValues
+
 __all__ = ["PackedStep", "group_of", "pack_step"]
 
 
@@ -35,13 +41,13 @@ _SETTINGS_OF: Final = attrgetter("phase", *SETTINGS)
 
 @dataclass(frozen=True, kw_only=True)
 class PackedStep:
-    """One step over several requests: its size, and its inputs by name.
+    """One step over several requests, or of a program: its size, and its inputs by name.
 
     Tensors are on the host, or where the requests have them. Inputs of rows and keys may be shorter than the plan's, which
     are rounded up.
     """
 
-    size: StepSize
+    size: SizedStep
     inputs: Mapping[str, Tensor | Numbers]
 
     @cached_property
@@ -54,13 +60,35 @@ class PackedStep:
         """Of a step that is cut, the numbers of rows that its second graph is planned for, ascending."""
         return self.size.buckets
 
-    def graph(self, kept: int = 0) -> PackedStep:
-        """Return the first graph of a step that is cut, or the second for so many rows, each with all inputs."""
-        return PackedStep(size=self.size.graph(kept), inputs=self.inputs)
+    def graph(self, kept: int = 0) -> Self:
+        """Return the first graph of a step of two, or the second for `kept` rows, each with all inputs; the same one each time."""
+        if kept not in self._graphs:
+            self._graphs[kept] = replace(self, size=self.size.graph(kept))
+        return self._graphs[kept]
 
-    def taken(self, names: Collection[str]) -> Mapping[str, Tensor | Numbers]:
-        """Return what one graph takes of the inputs; the same mapping whenever it is asked for."""
-        if self._taken.keys() != set(names):
+    @cached_property
+    def _graphs(self) -> dict[int, Self]:
+        return {}
+
+    def check(self, records: PlanRecords, held: HeldValues) -> None:
+        """Make sure that what the step reads of the step before is there, before anything changes."""
+        if self.size.follows:
+            held.require(self.size.name, records)
+
+    def write(self, executor: Executor) -> None:
+        """Write the inputs of the graph that is bound."""
+        executor.write(self._taken_by(executor))
+
+    def prepare(self, executor: Executor) -> None:
+        """Write what a device's inputs are copied from, as far as that is."""
+        executor.prepare(self._taken_by(executor))
+
+    def _taken_by(self, executor: Executor) -> Mapping[str, Tensor | Numbers]:
+        """What a graph takes of the inputs; the same mapping whenever it is asked for."""
+        if self.size.takes_all:
+            return self.inputs
+        names = executor.inputs
+        if self._taken.keys() != names.keys():
             self._taken.update({name: self.inputs[name] for name in names})
         return self._taken
 

@@ -1,4 +1,4 @@
-"""The plan of a step: in a given configuration or the best one, with the weights where they are."""
+"""The plan of a step of a model or program: in a given configuration or the best one, with the weights where they are."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from mosaic.errors import DoesNotFit
 from mosaic.models.state import State
 from mosaic.models.step import StepSize, rounded_states
 from mosaic.planner.cut_steps import pays_up_to
-from mosaic.planner.planner import Settings
+from mosaic.planner.planner import Planner, Settings, SizedStep
+from mosaic.registrar.bucketed import ProgramStep
 from mosaic.runtime.recent import Recent
 from mosaic.units import format_bytes, format_tokens
 
 if TYPE_CHECKING:
-    from mosaic.planner.limits import MemoryBytes
     from mosaic.planner.plan import Plan
-    from mosaic.planner.planner import Planner
 
-__all__ = ["Settings", "StepPlans", "does_not_fit"]
+__all__ = ["Settings", "StepPlans"]
 
 KEPT_PLANS: Final = 32
 """Plans that are kept for whoever asks for the same size again."""
@@ -28,7 +27,7 @@ KEPT_ANSWERS: Final = 8192
 
 
 class StepPlans:
-    """Plans the steps of one model.
+    """Plans the steps of one model or program.
 
     Parameters
     ----------
@@ -54,14 +53,15 @@ class StepPlans:
         self._plans: Recent[Hashable, Plan | None] = Recent(KEPT_PLANS)  # None: it does not fit
         self._answers: Recent[Hashable, bool] = Recent(KEPT_ANSWERS)
         self._paying: Recent[Hashable, bool] = Recent(KEPT_PLANS)
-        if config is not None:
+        if config is not None and asked.program is None:
             asked.at(StepSize(windows=(1,), rows=1)).config(config)
 
     def settle_on(self, plan: Plan) -> None:
-        """Plan from here on with the weights where this plan has them."""
-        self.planner = self.asked.with_pinned({"stream": str(plan.config["stream"])})
+        """Plan from here on with the weights where this plan has them; a program's are there in all of its plans."""
+        if self.asked.program is None:
+            self.planner = self.asked.with_pinned({"stream": str(plan.config["stream"])})
 
-    def plan(self, step: StepSize, config: Settings | None = None) -> Plan:
+    def plan(self, step: SizedStep, config: Settings | None = None) -> Plan:
         """Plan with rows and keys rounded up, so that the plan serves again; where only the exact size fits, plan that.
 
         Each size is planned once. The plans are for steps that run: they do not state the largest context, which would
@@ -84,13 +84,13 @@ class StepPlans:
             raise self._refusal(step, self._settings(step, config))
         return plan
 
-    def _made(self, step: StepSize, config: Settings | None) -> Plan | None:
+    def _made(self, step: SizedStep, config: Settings | None) -> Plan | None:
         """The plan of a step if one fits, made once while the weights stay where they are."""
         settings = None if config is None else frozenset((name, repr(value)) for name, value in config.items())
-        key = self.planner, step.kind, settings, *step.dims(self.asked.model.architecture).items()
+        key = self.planner, step.kind, settings, *step.dims(self.asked.architecture).items()
         return self._plans.find(key, lambda: self._fitting(step, self._settings(step, config), limit=False))
 
-    def fits(self, sizes: Iterable[StepSize], states: Mapping[State, int]) -> bool:
+    def fits(self, sizes: Iterable[SizedStep], states: Mapping[State, int]) -> bool:
         """Return whether `plan` finds one for every step, beside these rows of states, without making it.
 
         It is a lookup where steps of the same rounded sizes were asked for before.
@@ -98,22 +98,22 @@ class StepPlans:
         taken = rounded_states(states)
         return all(self._fits_beside(graph, states, taken) for size in sizes for graph in size.graphs)
 
-    def _fits_beside(self, size: StepSize, states: Mapping[State, int], taken: Hashable) -> bool:
+    def _fits_beside(self, size: SizedStep, states: Mapping[State, int], taken: Hashable) -> bool:
         if self._remembered((size.key, taken), lambda: size.beside(states).rounded()):
             return True
         step = size.beside(states)
-        return self._remembered((step.phase, *step.dims(self.asked.model.architecture).items()), lambda: step)
+        return self._remembered((step.kind, *step.dims(self.asked.architecture).items()), lambda: step)
 
-    def _remembered(self, key: Hashable, step: Callable[[], StepSize]) -> bool:
+    def _remembered(self, key: Hashable, step: Callable[[], SizedStep]) -> bool:
         """The answer for a step, found once while the weights stay where they are."""
         return self._answers.find((self.planner, key), lambda: self._fits(step()))
 
-    def _fits(self, step: StepSize) -> bool:
+    def _fits(self, step: SizedStep) -> bool:
         """Whether `exact` finds a plan."""
         settings = self._settings(step, None)
         return any(planner.fits(step, config=settings) for planner in self._planners(step, settings))
 
-    def require(self, sizes: Iterable[StepSize], states: Mapping[State, int]) -> None:
+    def require(self, sizes: Iterable[SizedStep], states: Mapping[State, int]) -> None:
         """Make sure that `plan` finds one for every step, beside these rows of states; no plan is made for the answer.
 
         Raises
@@ -140,7 +140,7 @@ class StepPlans:
         )
         return pays_up_to(whole_ms, prefix_ms, {fewest: suffix_ms}) > 0
 
-    def exact(self, step: StepSize, config: Settings | None = None) -> Plan:
+    def exact(self, step: SizedStep, config: Settings | None = None) -> Plan:
         """Plan with the weights where they are; where only that fits, with weights elsewhere."""
         settings = self._settings(step, config)
         plan = self._fitting(step, settings, limit=True)
@@ -148,48 +148,56 @@ class StepPlans:
             raise self._refusal(step, settings)
         return plan
 
-    def _fitting(self, step: StepSize, settings: Settings | None, *, limit: bool) -> Plan | None:
+    def _fitting(self, step: SizedStep, settings: Settings | None, *, limit: bool) -> Plan | None:
         """The first plan that fits."""
         plans = (planner.plan(step, config=settings, limit=limit) for planner in self._planners(step, settings))
         return next((plan for plan in plans if plan.fits), None)
 
-    def _planners(self, step: StepSize, settings: Settings | None) -> tuple[Planner, ...]:
+    def _planners(self, step: SizedStep, settings: Settings | None) -> tuple[Planner, ...]:
         """Who may plan a step: weights stay where they are if they can, or if the step's settings are given; between the graphs of
         one step they cannot move."""
-        moves = settings is None and step.phase.cut is None and self.asked.pinned != self.planner.pinned
+        moves = settings is None and not step.keeps_weights and self.asked.pinned != self.planner.pinned
         return (self.planner, self.asked) if moves else (self.planner,)
 
-    def _refusal(self, step: StepSize, settings: Settings | None) -> DoesNotFit:
+    def _refusal(self, step: SizedStep, settings: Settings | None) -> DoesNotFit:
         """What to say of a step that does not fit."""
         planner = self._planners(step, settings)[-1]
-        seen = f", {format_tokens(sum(step.owned))} keys" if step.phase.cached else ""
-        what = f"a step over {format_tokens(step.tokens)} tokens ({format_tokens(step.rows)} masked{seen})"
+        needed, budget = planner.least(step, config=settings), planner.budget
+        on_host = needed.device_bytes <= budget.device_bytes
+        asked, available = (
+            (needed.host_bytes, budget.host_bytes) if on_host else (needed.device_bytes, budget.device_bytes)
+        )
+        where, whose = (" of host memory", "host budget") if on_host else ("", "budget")
         how = "" if settings is None else " as configured"
-        way_out = f"; {_way_out(planner, step, settings)}"
-        return does_not_fit(planner.least(step, config=settings), planner.budget, what, way_out, how)
+        return DoesNotFit(
+            f"{_described(planner, step)} needs {format_bytes(asked)}{where}{how}, the {whose} is "
+            f"{format_bytes(available)}{_way_out(planner, step, settings)}",
+            needed_bytes=asked, available_bytes=available,
+        )  # fmt: skip
 
-    def _settings(self, step: StepSize, config: Settings | None) -> Settings | None:
+    def _settings(self, step: SizedStep, config: Settings | None) -> Settings | None:
         given = self.config if config is None else config
-        if given is None or (config is not None and step.phase.graph == "whole"):
+        if given is None or (config is not None and step.takes_all):
             return given
         return self.planner.space(step.kind).known(given)
 
 
-def does_not_fit(needed: MemoryBytes, budget: MemoryBytes, what: str, way_out: str, how: str = "") -> DoesNotFit:
-    """Say what a step needs, and which budget that is beyond: the host's where the device has room."""
-    on_host = needed.device_bytes <= budget.device_bytes
-    asked, available = (needed.host_bytes, budget.host_bytes) if on_host else (needed.device_bytes, budget.device_bytes)
-    return DoesNotFit(
-        f"{what} needs {format_bytes(asked)}{' of host memory' if on_host else ''}{how}, the "
-        f"{'host budget' if on_host else 'budget'} is {format_bytes(available)}{way_out}",
-        needed_bytes=asked, available_bytes=available,
-    )  # fmt: skip
+def _described(planner: Planner, step: SizedStep) -> str:
+    """A step in words."""
+    if isinstance(step, ProgramStep):
+        sizes = ", ".join(f"{name} = {size:,}" for name, size in planner.at(step).dims.items())
+        return f"the step '{step.name}' ({sizes})"
+    seen = f", {format_tokens(sum(step.owned))} keys" if step.phase.cached else ""
+    return f"a step over {format_tokens(step.tokens)} tokens ({format_tokens(step.rows)} masked{seen})"
 
 
-def _way_out(planner: Planner, step: StepSize, settings: Settings | None) -> str:
+def _way_out(planner: Planner, step: SizedStep, settings: Settings | None) -> str:
+    """What to do about it; of a model's step of one sequence, with the largest context that fits."""
+    if isinstance(step, ProgramStep):
+        return ". Raise it, or run smaller steps."
     if settings is not None:
-        return "leave `config` out, and the planner looks for one that fits; or raise the budget."
+        return "; leave `config` out, and the planner looks for one that fits; or raise the budget."
     if len(step.windows) > 1:
-        return "raise the budget, or let fewer or shorter sequences share a step."
-    longest = planner.max_context(step)
-    return f"the largest context that fits is {format_tokens(longest)} tokens. Raise the budget, or call with fewer tokens."
+        return "; raise the budget, or let fewer or shorter sequences share a step."
+    longest = format_tokens(planner.max_context(step))
+    return f"; the largest context that fits is {longest} tokens. Raise the budget, or call with fewer tokens."

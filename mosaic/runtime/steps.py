@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from mosaic.models.state import State
     from mosaic.models.step import StepSize
     from mosaic.planner.plan import Plan
-    from mosaic.runtime.launched import Launched
+    from mosaic.runtime.sharing import SharedSizes
 
-__all__ = ["SETTINGS", "StateRows", "StepRequest", "StepResult", "StepRunner"]
+__all__ = ["SETTINGS", "Outcome", "StateRows", "StepRequest", "StepResult", "StepRunner"]
 
 
 SETTINGS: Final = ("temperature", "top_p", "top_k", "score_temperature", "guidance")
@@ -164,6 +164,19 @@ class StepResult:
         return self
 
 
+class Outcome(Protocol):
+    """A step on its way: a model's are `Launched`."""
+
+    def proceed(self) -> None:
+        """Do what the host has to do before the device can go on, if it is known; do not wait."""
+
+    def settle(self) -> None:
+        """Wait until the host has nothing more to do before the outcome is there."""
+
+    def results(self) -> list[StepResult]:
+        """Wait for the outcome: one result per request, in order."""
+
+
 class StepRunner(Protocol):
     """What runs steps: a compiled model."""
 
@@ -178,7 +191,7 @@ class StepRunner(Protocol):
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         """Run one step over requests of one phase, packed."""
 
-    def launch(self, requests: Sequence[StepRequest]) -> Launched:
+    def launch(self, requests: Sequence[StepRequest]) -> Outcome:
         """Begin a step without waiting for its outcome; `step` waits."""
 
     def prepare(self, requests: Sequence[StepRequest]) -> None:
@@ -186,6 +199,9 @@ class StepRunner(Protocol):
 
     def open_rows(self, state: State, /) -> StateRows:
         """Start an owner's rows of a state."""
+
+    def sharing(self) -> SharedSizes:
+        """Start to count what the live requests of one session come to share, beside the other sessions'."""
 
     def exclusive(self) -> AbstractContextManager[object]:
         """Keep other threads out until the block is left, so that what was checked stays true."""

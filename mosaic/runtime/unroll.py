@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from mosaic.errors import PlanFormatError, UnknownName
-from mosaic.kernels import kernel_of
+from mosaic.kernels.binding import check, kernel_of, launcher_of
 from mosaic.planner.plan_records import PlanOp, PlanRecords
 from mosaic.registrar.operator import Implementation, Operator
 from mosaic.registrar.operators import find
@@ -40,7 +40,9 @@ class _Bound(NamedTuple):
     launch: Callable[..., object]
     bind: Callable[..., Callable[[], object]] | None
     slices: Mapping[str, tuple[SliceOf, ...]]
+    operator: Operator
     way: Implementation
+    checked: bool = False
 
 
 def unroll(
@@ -252,27 +254,35 @@ class _Unroller:
                 columns["row_start"] = self._row_starts(loop, start, sum(factors))
             else:
                 arguments["row_start"] = start
+        if not bound.checked:
+            self._check(bound, arguments, columns)
+            self._bound[op.index] = bound._replace(checked=True)
         place = op.index, op.name, op.stream
         if bound.bind is not None and self._streams is None and not columns:
             self._add(*place, bound.launch, arguments, bound.bind(**arguments), None)
         else:
             self._add_launch(*place, bound.launch, arguments, columns)
 
+    @staticmethod
+    def _check(bound: _Bound, arguments: Arguments, columns: _Columns) -> None:
+        """Compare what an op is given with its record, in the first iteration: the others have slices of the same."""
+        check(bound.operator, bound.way, {**arguments, **{name: column.values[0] for name, column in columns.items()}})
+
     def _bind(self, op: PlanOp) -> _Bound:
         found = self._bound.get(op.index)
         if found is None:
-            way = self._implementation(op)
+            operator, way = self._implementation(op)
             kernel = kernel_of(way)
             slices: dict[str, tuple[SliceOf, ...]] = {}
             # outer loops first: a chunk of a loop inside counts from the start of the outer one's
             for operand, *entry in sorted(op.slices, key=lambda entry: len(self._regions.chain(entry[2]))):
                 slices[operand] = (*slices.get(operand, ()), SliceOf(*entry))
             found = self._bound[op.index] = _Bound(
-                getattr(kernel, "launch", kernel), getattr(kernel, "bind", None), slices, way
+                launcher_of(kernel), getattr(kernel, "bind", None), slices, operator, way
             )
         return found
 
-    def _implementation(self, op: PlanOp) -> Implementation:
+    def _implementation(self, op: PlanOp) -> tuple[Operator, Implementation]:
         """What carries an op out: of the operators that were given or that Mosaic ships, never by what a file names."""
         kernel = op.kernel
         operator = find(kernel, self._operators)
@@ -282,7 +292,7 @@ class _Unroller:
                 f"record: Executor(plan, workspace, operators={{'{kernel}': …}})."
             )
         try:
-            return operator.implementation(self._backend, self._implementations.get(kernel))
+            return operator, operator.implementation(self._backend, self._implementations.get(kernel))
         except UnknownName as error:
             raise PlanFormatError(f"op {op.index} ({op.name}) cannot run: {error}") from None
 

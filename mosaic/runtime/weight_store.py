@@ -1,4 +1,4 @@
-"""The weights of one model: loaded to where a plan has them, moved to where another has them, or adopted from a module."""
+"""The weights of one model or program: filled where a plan has them, moved to where another has them, or adopted from a module."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from mosaic.runtime.weights import (
     commit_weights,
     fill_randomly,
     load_weights,
+    place_weights,
     streamed_bytes,
     weight_views,
 )
 from mosaic.runtime.workspace import Workspace
 
 if TYPE_CHECKING:
-    from mosaic.models import Model
     from mosaic.planner.plan import Plan
+    from mosaic.planner.planner import Planner
 
 __all__ = ["WeightStore"]
 
@@ -32,12 +33,12 @@ NO_WEIGHTS: Final[Mapping[str, Tensor]] = {}
 
 
 class WeightStore:
-    """Where a model's weights are.
+    """Where the weights of a model or program are.
 
     Parameters
     ----------
-    model
-        Whose weights: those of its directory, or random ones of `seed` where it has none.
+    planner
+        Of the model, whose weights are those of its directory, or random ones of `seed` where it has none; or of the program.
     workspace
         Whose ranges `weights` and `host` they lie in.
     device
@@ -46,18 +47,20 @@ class WeightStore:
     Attributes
     ----------
     views
-        Every weight by its tensor name; empty while nothing is loaded.
+        Every weight by its tensor name, a program's by its buffer's; empty while nothing is loaded.
     places
         Where they were loaded, for binding to compare plans with; None for adopted ones.
     adopted
         Tensors to take instead of the plan's offsets, by tensor name: a module's own, and constants.
+    adopted_bytes
+        Of these, as the ledger counts them.
     shown
         Whether a caller was given the views since they were loaded, and may have written into them.
     """
 
-    def __init__(self, model: Model, workspace: Workspace, device: torch.device, *, seed: int) -> None:
-        self._model, self._workspace, self._device, self._seed = model, workspace, device, seed
-        self._streamed = ""
+    def __init__(self, planner: Planner, workspace: Workspace, device: torch.device, *, seed: int) -> None:
+        self._planner, self._workspace, self._device, self._seed = planner, workspace, device, seed
+        self._streamed, self.adopted_bytes = "", 0
         self.views = NO_WEIGHTS
         self.places: WeightMap | None = None
         self.adopted = NO_WEIGHTS
@@ -68,20 +71,37 @@ class WeightStore:
         self.shown = True
         return self.views
 
-    def load(self, plan: Plan) -> None:
-        """Fill the weights where a plan has them, the device's and those that are streamed."""
-        workspace = self._workspace
+    def fill(self, plan: Plan, given: Mapping[str, Tensor] | None = None) -> None:
+        """Fill the weights where a plan has them, the device's and those that are streamed.
+
+        Parameters
+        ----------
+        given
+            A module's own parameters, adopted without a copy; or tensors that a program's weights are copied from.
+        """
+        if self._planner.program is not None:
+            commit_weights(plan, self._workspace)
+            self.views, self.places = place_weights(plan, self._workspace, given, seed=self._seed), plan.weights
+            return
+        if given is None:
+            self._load(plan)
+        else:
+            self._adopt(plan, given)
+        self._streamed = str(plan.config["stream"])
+
+    def _load(self, plan: Plan) -> None:
+        workspace, model = self._workspace, self._planner.model
         commit_weights(plan, workspace)
         views = weight_views(plan, workspace)
-        if self._model.path is None:
+        if model.path is None:
             staging = self._staging(plan) if self._device.type == "cuda" and streamed_bytes(plan) else None
-            fill_randomly(views, seed=self._seed, staging=staging, architecture=self._model.architecture)
+            fill_randomly(views, seed=self._seed, staging=staging, architecture=model.architecture)
             if staging is not None:
                 workspace.trim_all({"workspace": 0})
         else:
-            with Checkpoint(self._model.path) as checkpoint:
-                load_weights(views, checkpoint, self._model.architecture)
-        self.views, self.places, self._streamed = views, plan.weights, str(plan.config["stream"])
+            with Checkpoint(model.path) as checkpoint:
+                load_weights(views, checkpoint, model.architecture)
+        self.views, self.places = views, plan.weights
 
     def _staging(self, plan: Plan) -> Tensor:
         """Memory to draw in for the host: where the device's weights come later, if there is room, for a budget may leave
@@ -91,13 +111,13 @@ class WeightStore:
             self._workspace.resize(pool, PIECE_BYTES)
         return self._workspace.view(pool, 0, (PIECE_BYTES,), "uint8")
 
-    def adopt(self, plan: Plan, state: Mapping[str, Tensor]) -> None:
+    def _adopt(self, plan: Plan, state: Mapping[str, Tensor]) -> None:
         """Take a module's own parameters, without a copy, and make the constants."""
         records = plan.records.buffers
         names = {tensor_rows(record.tensor)[0] for record in records if record.tensor is not None}
         bare = {name for name in state if f"model.{name}" in names - state.keys()}
         named = {f"model.{name}" if name in bare else name: tensor for name, tensor in state.items()}
-        adopted = adopt_tensors(plan, named, device=self._device, architecture=self._model.architecture)
+        adopted = adopt_tensors(plan, named, device=self._device, architecture=self._planner.model.architecture)
         constants = {
             record.tensor: torch.empty(record.shape, device=self._device)
             for record in records
@@ -106,16 +126,18 @@ class WeightStore:
         fill_randomly(constants)
         self._workspace.ledger.charge("weights", plan.components["weights"])
         self.views = self.adopted = {**adopted, **constants}
-        self._streamed = str(plan.config["stream"])
+        self.adopted_bytes = plan.components["weights"]
 
     def serves(self, plan: Plan) -> bool:
-        """Return whether the weights are where a plan has them.
+        """Return whether the weights are where a plan has them. All plans of a program have them at one place.
 
         Raises
         ------
         UsageError
             If they are not, and cannot be: a module's parameters stay where they are.
         """
+        if self._planner.program is not None:
+            return True
         wanted = str(plan.config["stream"])
         if wanted != self._streamed and self.adopted:
             raise UsageError(

@@ -47,7 +47,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class Range(Protocol):
-    """A range of a pool, on whatever device: `PageRange`, `CudaRange`, `SlabRange`, `HostRange`."""
+    """A range of a pool, on whatever device: `PageRange`, `CudaRange`, `HostRange`."""
 
     name: str
     address: int
@@ -84,7 +84,7 @@ class Range(Protocol):
 
 
 class Pool(Protocol):
-    """Ranges that share a ledger: `PagePool`, `CudaPool`, `SlabPool`, `HostPool`."""
+    """Ranges that share a ledger: `PagePool`, `CudaPool`, `HostPool`."""
 
     ledger: DeviceLedger
 

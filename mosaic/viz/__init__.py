@@ -7,15 +7,7 @@
 from __future__ import annotations
 
 from mosaic.viz.canvas_picture import CanvasPicture, CanvasTracker
-from mosaic.viz.charts import (
-    before_after_figure,
-    context_figure,
-    figure_png,
-    map_figure,
-    plan_figure,
-    plan_png,
-    timeline_figure,
-)
+from mosaic.viz.charts import before_after_figure, figure_png, plan_figure, plan_png
 from mosaic.viz.graph_picture import graph_figure, graph_png
 from mosaic.viz.perfetto import trace_events, trace_json
 from mosaic.viz.profile import CATEGORIES, Document, LiveBuffer, LiveProfile, largest_live, live_profile
@@ -33,14 +25,12 @@ __all__ = [
     "LiveBuffer",
     "LiveProfile",
     "before_after_figure",
-    "context_figure",
     "figure_png",
     "graph_figure",
     "graph_png",
     "html_report",
     "largest_live",
     "live_profile",
-    "map_figure",
     "memory_snapshot",
     "plan_figure",
     "plan_png",
@@ -48,7 +38,6 @@ __all__ = [
     "snapshot_pickle",
     "sparkline",
     "text_timeline",
-    "timeline_figure",
     "trace_events",
     "trace_json",
 ]

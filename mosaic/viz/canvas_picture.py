@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from mosaic.errors import UsageError
 from mosaic.units import format_bytes
@@ -20,8 +20,6 @@ from mosaic.viz.palette import COLORS, ink_on
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
-
-    from mosaic.planner.plan import Plan
 
 __all__ = [
     "HIGH",
@@ -77,12 +75,8 @@ STATES: Final[Mapping[CellState, _Look]] = {
 class Cell:
     """One position of the canvas.
 
-    Parameters
-    ----------
-    text
-        What its token adds to the text; may be empty (part of a character) or hold newlines. Ignored for `mask`.
-    confidence
-        Of the token when it was committed, or None.
+    `text` is what its token adds: it may be empty (part of a character) or hold newlines, and is ignored for `mask`.
+    `confidence` is the token's when it was committed.
     """
 
     state: CellState = "mask"
@@ -138,8 +132,6 @@ class CanvasPicture:
     ----------
     cells
         The positions to be generated, in order.
-    title
-        Such as the model's name.
     progress, memory
         What stands beside the text, or None.
     max_lines
@@ -334,43 +326,17 @@ _VISIBLE: Final = {
 """C0 controls to their pictures, C1 to the replacement character."""
 
 
-class _Step(Protocol):
-    """What `CanvasTracker.take` reads of `mosaic.decoding.Step`."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def block(self) -> int: ...
-    @property
-    def phase(self) -> str: ...
-    @property
-    def masked(self) -> int: ...
-    @property
-    def positions(self) -> Any: ...
-    @property
-    def token_ids(self) -> Any: ...
-    @property
-    def confidence(self) -> Any: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def peak_bytes(self) -> int: ...
-
-
 class CanvasTracker:
     """Follows a generation commit by commit and gives a picture of its canvas at any moment.
 
-    Tokens committed since the last canvas are shown by confidence, the others as earlier: so nothing is missed where
-    there are more steps than pictures.
+    Tokens committed since the last canvas are shown by confidence, the others as earlier.
 
     Parameters
     ----------
     length
         Positions to be generated.
     texts
-        What each of a run of token ids adds to the text, one string per id, in order.
-    title
-        Of every canvas.
+        Gives what each of a run of token ids adds to the text, one string per id.
     first
         Position of the canvas's first token in the sequence, the length of the prompt: for `take`.
 
@@ -393,11 +359,6 @@ class CanvasTracker:
         self._fresh: set[int] = set()
         self._known: dict[tuple[int, ...], Sequence[str]] = {}
 
-    @property
-    def length(self) -> int:
-        """Positions to be generated."""
-        return len(self._ids)
-
     def commit(self, positions: Sequence[int], token_ids: Sequence[int], confidences: Sequence[float]) -> None:
         """Write tokens at positions counted from the first generated one; written ones may be replaced.
 
@@ -416,15 +377,15 @@ class CanvasTracker:
             self._ids[position], self._confidences[position] = token, confidence
             self._fresh.add(position)
 
-    def take(self, step: _Step) -> None:
-        """Follow a step of the decoding loop: `model.generate(…, on_step=tracker.take)`.
+    def take(self, step: Any) -> None:
+        """Follow a `mosaic.decoding.Step`: `model.generate(…, on_step=tracker.take)`.
 
         What is beyond the canvas is left out: models that attend by blocks also fill the rest of the last one.
         """
         columns = step.positions.tolist(), step.token_ids.tolist(), step.confidence.tolist()
         for position, token, score in zip(*columns, strict=True):
             at = position - self._first
-            if 0 <= at < self.length:
+            if 0 <= at < len(self._ids):
                 # a negative score is a negative entropy; its exponential is one over the number of likely tokens
                 self.commit([at], [token], [score if score >= 0 else math.exp(score)])
         self._progress = Progress(step=step.step, block=step.block + 1, masked=step.masked)
@@ -437,12 +398,7 @@ class CanvasTracker:
     ) -> CanvasPicture:
         """Return the canvas now; what it shows as just committed is earlier for the next one.
 
-        Parameters
-        ----------
-        steps, blocks
-            How many there will be in all; 0 where nobody knows.
-        tokens_per_second, max_lines
-            What is shown beside it, and how much of it is shown.
+        `steps` and `blocks` are how many there will be in all; 0: unknown. `max_lines` as in `CanvasPicture`.
         """
         cells, progress = self._cells(), self._progress
         self._fresh.clear()
@@ -463,7 +419,7 @@ class CanvasTracker:
         return cells
 
     def _runs(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Where tokens stand without a mask between them: a character may be spread over several."""
+        """Runs of tokens without a mask between them, with their starts: a character may be spread over several tokens."""
         runs: list[tuple[int, tuple[int, ...]]] = []
         start, run = 0, list[int]()
         for position, token in enumerate([*self._ids, None]):

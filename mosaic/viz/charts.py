@@ -1,7 +1,7 @@
-"""Pictures of plans with matplotlib: timelines, address maps, before and after, peak against context.
+"""Pictures of plans with matplotlib: timelines above address maps, before and after.
 
-Imports matplotlib (extra `viz`), as `graph_picture` does, only when a picture is
-drawn. Figures are drawn by Agg and belong to the caller: no pyplot, no global state.
+matplotlib (extra `viz`) is imported when a picture is drawn; without it every picture raises `MissingExtra`. Figures are
+drawn by Agg and belong to the caller: no pyplot, no global state.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from mosaic.errors import MissingExtra
-from mosaic.units import GIB, format_bytes, format_tokens
+from mosaic.units import GIB, format_bytes
 from mosaic.viz.palette import COLORS, LIMIT_COLOR, PEAK_COLOR, ink_on
 from mosaic.viz.profile import (
     CATEGORIES,
     Document,
     LiveProfile,
-    check_schema,
     held_intervals,
     live_profile,
     optimality,
@@ -31,15 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "before_after_figure",
-    "context_figure",
-    "figure_png",
-    "map_figure",
-    "plan_figure",
-    "plan_png",
-    "timeline_figure",
-]
+__all__ = ["before_after_figure", "blank_figure", "figure_png", "plan_figure", "plan_png"]
 
 _LAYER: Final = re.compile(r"^\w+\.\d+/")  # every tick would repeat it
 _INK: Final = "#333333"
@@ -47,58 +38,12 @@ _FAINT: Final = "#E4E4E4"
 _ZOOM_OPS: Final = 24  # about two layers: few enough that op names can be read
 _LOOP_STEP: Final = 0.08  # of the peak, from the bar of a loop to that of a loop in it: room for a name
 _Box = tuple[Mapping[str, Any], int, int, str]  # buffer, [start, end) as drawn, colour of its name
-_SERIES_COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#5B7083", "#8C6BB1", "#1A1A1A")
-_SERIES_MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "*")
-
-
-def timeline_figure(doc: Document) -> Figure:
-    """Draw the live bytes of the workspace at every op by category, the peak marked, the lower bound as a line.
-
-    Raises
-    ------
-    MissingExtra
-        If matplotlib is not installed.
-    """
-    profile = live_profile(doc)
-    figure = _figure(10, 4.4)
-    axes = figure.subplots()
-    _draw_timeline(axes, profile)
-    _label_peak(axes, doc, profile)
-    _draw_bounds(axes, doc, profile)
-    axes.set_xlabel(f"op index in program order ({profile.num_ops} ops, loop bodies once)")
-    _headline(figure, f"Live workspace peaks at {format_bytes(profile.peak_bytes)}", _subject(doc))
-    _legend(figure, profile.categories)
-    return figure
-
-
-def map_figure(doc: Document) -> Figure:
-    """Draw the workspace as an address-by-time map: one rectangle per held buffer, loops marked above.
-
-    Raises
-    ------
-    MissingExtra
-        If matplotlib is not installed.
-    """
-    check_schema(doc)
-    figure = _figure(10, 5.0)
-    axes = figure.subplots()
-    _draw_map(axes, doc, 0, max(len(doc["ops"]), 1))
-    axes.set_xlabel("op index in program order")
-    _headline(figure, _map_title(doc), _subject(doc))
-    _legend(figure, _categories(doc))
-    return figure
 
 
 def before_after_figure(before: Document, after: Document, *, labels: tuple[str, str] = ("before", "after")) -> Figure:
-    """Draw two plans side by side with the same scale of bytes.
-
-    Raises
-    ------
-    MissingExtra
-        If matplotlib is not installed.
-    """
+    """Draw two plans side by side with the same scale of bytes."""
     profiles = (live_profile(before), live_profile(after))
-    figure = _figure(11, 4.4)
+    figure = blank_figure(11, 4.4)
     panels = figure.subplots(1, 2, sharey=True)
     for axes, doc, profile, label in zip(panels, (before, after), profiles, labels, strict=True):
         _draw_timeline(axes, profile)
@@ -112,69 +57,11 @@ def before_after_figure(before: Document, after: Document, *, labels: tuple[str,
     return figure
 
 
-def context_figure(
-    series: Sequence[tuple[str, Sequence[tuple[int, int]]]],
-    limit_bytes: int | None = None,
-    *,
-    limit_label: str = "card",
-) -> Figure:
-    """Draw peak bytes against context for several systems, and where each meets the card's limit.
-
-    Parameters
-    ----------
-    series
-        `(label, [(context in tokens, bytes), ...])` per curve.
-    limit_bytes
-        Drawn as a horizontal line; None for no line.
-    limit_label
-        Text of the line.
-
-    Raises
-    ------
-    MissingExtra
-        If matplotlib is not installed.
-    """
-    figure = _figure(9, 4.8)
-    axes = figure.subplots()
-    _tidy(axes)
-    for number, (label, points) in enumerate(series):
-        contexts, peaks = [ctx for ctx, _ in points], [num_bytes / GIB for _, num_bytes in points]
-        color, marker = _SERIES_COLORS[number % 8], _SERIES_MARKERS[number % 8]
-        axes.plot(contexts, peaks, color=color, marker=marker, markersize=5, linewidth=1.8, label=label)
-    highest = max([num_bytes for _, points in series for _, num_bytes in points] + [limit_bytes or 1]) / GIB
-    axes.set_ylim(0, highest * 1.08)
-    contexts = sorted({ctx for _, points in series for ctx, _ in points})
-    _context_axis(axes, contexts)
-    if limit_bytes is not None:
-        axes.axhline(limit_bytes / GIB, color=LIMIT_COLOR, linewidth=1.3, linestyle=(0, (5, 3)))
-        axes.annotate(
-            f"{limit_label}: {format_bytes(limit_bytes)}",
-            (0, limit_bytes / GIB),
-            xycoords=("axes fraction", "data"),
-            xytext=(4, 4),
-            textcoords="offset points",
-            color=LIMIT_COLOR,
-            fontsize=9,
-        )
-    axes.set_ylabel("peak memory, GiB")
-    axes.set_xlabel("context, tokens")
-    _headline(figure, "Peak memory against context", "")
-    if series:
-        figure.legend(frameon=False, fontsize=9, loc="outside lower left", ncols=min(len(series), 5))
-    return figure
-
-
 def plan_figure(doc: Document) -> Figure:
-    """Draw timeline above map: the whole step on the left, the ops around the peak on the right.
-
-    Raises
-    ------
-    MissingExtra
-        If matplotlib is not installed.
-    """
+    """Draw timeline above map: the whole step on the left, the ops around the peak on the right."""
     profile = live_profile(doc)
     zoomed = profile.num_ops > 2 * _ZOOM_OPS
-    figure = _figure(13 if zoomed else 9, 7.4)
+    figure = blank_figure(13 if zoomed else 9, 7.4)
     panels = figure.subplots(
         2, 2 if zoomed else 1, sharey="row", squeeze=False, gridspec_kw={"width_ratios": [3, 2] if zoomed else [1]}
     )
@@ -201,23 +88,18 @@ def figure_png(figure: Figure) -> bytes:
 
 
 def plan_png(doc: Document) -> bytes:
-    """Return the picture of a plan that notebooks show: `plan_figure` as PNG bytes.
-
-    Raises
-    ------
-    MissingExtra
-        If matplotlib is not installed.
-    """
+    """Return the picture of a plan that notebooks show: `plan_figure` as PNG bytes."""
     return figure_png(plan_figure(doc))
 
 
-def _figure(width: float, height: float) -> Figure:
+def blank_figure(width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> Figure:
+    """Return an empty white figure of some inches, drawn by Agg."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtra("matplotlib", "viz", "drawing a picture of a plan") from error
-    figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
+        raise MissingExtra("matplotlib", "viz", "drawing a picture") from error
+    figure = Figure(figsize=(width, height), facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
     return figure
 
@@ -225,11 +107,6 @@ def _figure(width: float, height: float) -> Figure:
 def _subject(doc: Document) -> str:
     estimated = ", estimated profile" if doc["estimated"] else ""
     return f"{doc['model']}, {doc['phase']}, {sizes_text(doc)}, {doc['dtype']}, {doc['device']}{estimated}"
-
-
-def _map_title(doc: Document) -> str:
-    count = len(placed_roots(doc))
-    return f"{count} buffers share {format_bytes(doc['peak_bytes'])} of workspace"
 
 
 def _change(before: int, after: int, labels: tuple[str, str]) -> str:
@@ -265,12 +142,6 @@ def _legend(figure: Figure, categories: Sequence[str], beneath: Axes | None = No
         frameon=False, fontsize=8.5, handlelength=1.2, handletextpad=0.5, columnspacing=1.2,
     )  # fmt: skip
     key.set_in_layout(False)
-
-
-def _categories(doc: Document) -> list[str]:
-    found = root_categories(doc)
-    present = {found[buffer["id"]] for buffer in placed_roots(doc)}
-    return [category for category in CATEGORIES if category in present]
 
 
 def _tidy(axes: Axes) -> None:
@@ -407,21 +278,3 @@ def _draw_zoom(timeline: Axes, addresses: Axes, doc: Document, profile: LiveProf
     addresses.set_xticks([op + 0.5 for op in range(first, last)])
     names = [doc["ops"][op]["name"] for op in range(first, last)]
     addresses.set_xticklabels([_LAYER.sub("", name) for name in names], rotation=90, fontsize=7.5)
-
-
-def _context_axis(axes: Axes, contexts: Sequence[int]) -> None:
-    """Contexts span powers of two: a logarithmic axis with the measured points as ticks."""
-    if not contexts or contexts[0] <= 0:
-        return
-    if contexts[-1] >= 8 * contexts[0]:
-        axes.set_xscale("log", base=2)
-    ticks = [ctx for ctx in contexts if ctx & (ctx - 1) == 0] or list(contexts)
-    axes.set_xticks(ticks, [_short_tokens(ctx) for ctx in ticks])
-    axes.set_xticks([], minor=True)
-
-
-def _short_tokens(ctx: int) -> str:
-    for unit, name in ((1 << 20, "M"), (1 << 10, "K")):
-        if ctx % unit == 0:
-            return f"{ctx // unit}{name}"
-    return format_tokens(ctx)

@@ -10,24 +10,18 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from mosaic.errors import MissingExtra
-from mosaic.viz.charts import figure_png
+from mosaic.viz.charts import blank_figure, figure_png
 from mosaic.viz.palette import COLORS, PEAK_COLOR
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from mosaic.registrar.graph import (
-        Buffer,
-        Graph,
-        Op,
-        Region,
-    )  # symbolic, slow to import: not for every plan's picture
+    from mosaic.registrar.parts import Buffer, DimInfo, Edge, Op, Region
 
-__all__ = ["Picture", "graph_figure", "graph_png"]
+__all__ = ["Drawn", "Picture", "graph_figure", "graph_png"]
 
 _NUMBERED: Final = re.compile(r"((?:.*?/)?\w+)\.(\d+)(?=/)")  # "layers.3" of "layers.3/ffn/gate"
 _MAIN: Final = "main"
@@ -88,27 +82,34 @@ class _Row:
     kind: str | None  # of the buffer, None for an op
 
 
-def graph_png(graph: Graph) -> bytes:
-    """Return the picture of a graph as PNG bytes, as notebooks show it.
+class Drawn(Protocol):
+    """What is drawn of a graph."""
 
-    Raises
-    ------
-    MissingExtra
-        If matplotlib is not installed.
-    """
+    name: str
+    dims: dict[str, DimInfo]
+    tiles: dict[str, int]
+    ops: list[Op]
+    buffers: list[Buffer]
+    regions: list[Region]
+
+    @property
+    def edges(self) -> list[Edge]:
+        """What orders ops of several streams."""
+
+    def root(self, buffer: Buffer) -> Buffer:
+        """Return the buffer whose storage this one occupies."""
+
+
+def graph_png(graph: Drawn) -> bytes:
+    """Return the picture of a graph as PNG bytes, as notebooks show it."""
     return figure_png(graph_figure(graph))
 
 
-def graph_figure(graph: Graph) -> Figure:
+def graph_figure(graph: Drawn) -> Figure:
     """Draw ops as boxes in program order, loops as tinted frames, side streams in lanes of their own, buffers as rails.
 
     A rail starts at what writes the buffer (filled dot) and ends at the last reader (hollow dot); aliases share the
     rail of their root; weights and scratch are left out. Repeated layers are drawn once, marked `x N`.
-
-    Raises
-    ------
-    MissingExtra
-        If matplotlib is not installed.
     """
     return Picture(graph).draw()
 
@@ -116,7 +117,7 @@ def graph_figure(graph: Graph) -> Figure:
 # -- what is shown -------------------------------------------------------------------------------------------------
 
 
-def _repeats(graph: Graph) -> Iterator[tuple[list[Op], int]]:
+def _repeats(graph: Drawn) -> Iterator[tuple[list[Op], int]]:
     """Runs of ops in order, each with how often it follows itself: layers of equal structure count as one run."""
     layers = [(key, list(ops)) for key, ops in groupby(graph.ops, key=_layer)]
     at = 0
@@ -155,7 +156,7 @@ def _structure(ops: Sequence[Op], key: tuple[str, str]) -> list[tuple[object, ..
 class Picture:
     """Lays a graph out in rows and rails, then draws it."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Drawn) -> None:
         self.graph = graph
         self.streams = [_MAIN, *dict.fromkeys(op.stream for op in graph.ops if op.stream != _MAIN)]
         shown = {b.id for op in graph.ops for b in op.operands.values() if b.kind not in _UNSEEN}
@@ -261,13 +262,7 @@ class Picture:
 
     def draw(self) -> Figure:
         """Draw title, frames, rails, rows and edges, from the back to the front."""
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingExtra("matplotlib", "viz", "drawing a picture of a graph") from error
-        figure = Figure(figsize=(self.width, self.height), facecolor="white")
-        FigureCanvasAgg(figure)
+        figure = blank_figure(self.width, self.height, layout=None)
         axes: Axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
         axes.set_xlim(0, self.width)
         axes.set_ylim(self.height, 0)

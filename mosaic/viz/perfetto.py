@@ -24,13 +24,7 @@ _Event = dict[str, Any]
 
 
 def trace_json(doc: Document) -> str:
-    """Return the trace as one JSON object, ready to be written to a file.
-
-    Raises
-    ------
-    PlanFormatError
-        If `doc` is not of schema `mosaic.plan/1`.
-    """
+    """Return the trace as one JSON object, ready to be written to a file."""
     check_schema(doc)
     clock = "predicted time" if _has_durations(doc["ops"]) else "one microsecond per op"
     about = {"model": doc["model"], "device": doc["device"], "dims": doc["dims"], "clock": clock}

@@ -1,7 +1,7 @@
 """What is alive when: the live bytes of a plan per op, by category.
 
-Pure data, read from a plan document (schema `mosaic.plan/1`) and nothing else.
-Every picture, trace and report of this package is drawn from these functions.
+Pure data, read from a plan document and nothing else. Every picture, trace and report of this package is drawn from these
+functions; a document of another schema than `mosaic.plan/1` raises `PlanFormatError`.
 """
 
 from __future__ import annotations
@@ -86,18 +86,9 @@ class LiveBuffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveProfile:
-    """Live bytes per op of a plan.
+    """Live bytes per op of a plan: by category, in stacking order, and their sum.
 
-    Attributes
-    ----------
-    categories
-        The categories that occur, in stacking order.
-    live_bytes
-        Category -> live bytes at each op, `num_ops` long.
-    total_bytes
-        Their sum at each op.
-    peak_bytes, peak_index
-        The largest total and the first op at which it is reached. For the workspace, the plan's lower bound.
+    `peak_bytes` is the largest sum (of the workspace, the plan's lower bound), `peak_index` the first op that reaches it.
     """
 
     num_ops: int
@@ -128,13 +119,7 @@ def sizes_text(doc: Document) -> str:
 
 
 def check_schema(doc: Document) -> None:
-    """Refuse what is not a plan document of the schema that this package reads.
-
-    Raises
-    ------
-    PlanFormatError
-        If `doc["schema"]` is not `mosaic.plan/1`.
-    """
+    """Raise `PlanFormatError` for a document of another schema than `mosaic.plan/1`."""
     found = doc.get("schema")
     if found != SCHEMA:
         raise PlanFormatError(
@@ -236,17 +221,7 @@ def _by_words(names: Iterable[str]) -> str:
 def live_profile(doc: Document, pools: Iterable[str] = ("workspace",)) -> LiveProfile:
     """Sum the live bytes at every op, by category. Linear in ops and buffers.
 
-    Parameters
-    ----------
-    doc
-        A plan document.
-    pools
-        Which pools count, "state" for all states; `("workspace", "state", "weights")` gives all that is placed on the device.
-
-    Raises
-    ------
-    PlanFormatError
-        If `doc` is not of schema `mosaic.plan/1`.
+    `pools` count, "state" for all states; `("workspace", "state", "weights")` gives all that is placed on the device.
     """
     check_schema(doc)
     num_ops = len(doc["ops"])

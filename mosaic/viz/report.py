@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, Final
 
-from mosaic.units import format_bytes, format_tokens
+from mosaic.units import format_bytes, format_seconds, format_tokens
 from mosaic.viz.palette import COLORS
 from mosaic.viz.profile import (
     CATEGORIES,
@@ -47,11 +47,6 @@ def html_report(doc: Document) -> str:
     ----------
     doc
         A plan document. At 128K tokens LLaDA-8B's report is about 0.3 MB.
-
-    Raises
-    ------
-    PlanFormatError
-        If `doc` is not of schema `mosaic.plan/1`.
     """
     check_schema(doc)
     profile = live_profile(doc)
@@ -154,14 +149,10 @@ def _facts(doc: Document, profile: LiveProfile) -> str:
         (format_bytes(doc["peak_bytes"]), f"workspace, {optimality(doc)}"),
         (f"{profile.peak_to_average:.2f} x", "workspace peak over average"),
         (format_tokens(doc["max_ctx_tokens"]), "tokens, the largest context that fits"),
-        (_duration(doc["predicted_step_ms"]), f"predicted step{estimated}"),
+        (format_seconds(doc["predicted_step_ms"] / 1e3), f"predicted step{estimated}"),
     )
     boxes = "".join(f'<div class="fact"><b>{escape(a)}</b><span>{escape(b)}</span></div>' for a, b in facts)
     return f'<div class="facts">{boxes}</div>'
-
-
-def _duration(milliseconds: float) -> str:
-    return f"{milliseconds / 1000:,.1f} s" if milliseconds >= 10_000 else f"{milliseconds:,.1f} ms"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[int] = ()) -> str:

@@ -23,13 +23,7 @@ _Record = dict[str, Any]
 
 
 def snapshot_pickle(doc: Document, *, pools: Iterable[str] = ("workspace",)) -> bytes:
-    """Return `memory_snapshot(doc)` as the bytes of a `.pickle` file.
-
-    Raises
-    ------
-    PlanFormatError
-        If `doc` is not of schema `mosaic.plan/1`.
-    """
+    """Return `memory_snapshot(doc)` as the bytes of a `.pickle` file."""
     return pickle.dumps(memory_snapshot(doc, pools=pools), protocol=4)
 
 
@@ -46,11 +40,6 @@ def memory_snapshot(doc: Document, *, pools: Iterable[str] = ("workspace",)) -> 
         A plan document.
     pools
         Which pools become segments, one for each state; add `"weights"` and `"state"` to see all that the plan places.
-
-    Raises
-    ------
-    PlanFormatError
-        If `doc` is not of schema `mosaic.plan/1`.
     """
     check_schema(doc)
     ranges = [pool for name in pools for pool in doc["pools"] if name in pool_names(pool["name"])]

@@ -55,8 +55,6 @@ def text_timeline(doc: Document, width: int = 80, *, ascii_only: bool = False) -
 
     Parameters
     ----------
-    doc
-        A plan document.
     width
         Longest line, in characters; at least 24.
     ascii_only

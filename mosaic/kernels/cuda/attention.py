@@ -1,14 +1,13 @@
 """attention on CUDA: softmax(q k^T * scale) v per sequence of a packed batch, bidirectional or in blocks, grouped-query.
 
-Contract: attention(q[T, N*H] sliced, k[S, K*H] whole, v[S, K*H] whole, cu_seqlens[B+1] int32, sees[T, 2] int32? sliced;
-head_size, scale, span, block) -> y[T, N*H]; y may overwrite q; `span` is for the cost model alone. Row r of q is row
-`row_start + r` of the packed batch and sees the keys of its own sequence; with `block`, those of its own block of `block` rows
-and of the blocks before; with `sees`, those in [sees[r, 0], sees[r, 1]); a row in no sequence is left as it was.
+Row r of q is row `row_start + r` of the packed batch and sees the keys of its own sequence; with `block`, those of its own
+block of `block` rows and of the blocks before; with `sees`, those in [sees[r, 0], sees[r, 1]); a row in no sequence is left
+as it was.
 
 Online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867) in float32 over tiles of query rows times tiles of keys, as in
-FlashAttention (Dao et al. 2022). A tile of query rows may span sequences: each row then masks the keys of the others, so nothing
-is read on the host and a batch of many short sequences needs no more tiles than one long one. Legend: T query rows, S keys, B
-sequences, N query heads, K KV heads, H head size.
+FlashAttention (Dao et al. 2022). A tile of query rows may span sequences: each row then masks the keys of the others, so
+nothing is read on the host and a batch of many short sequences needs no more tiles than one long one. Legend: T query rows, S
+keys, B sequences, N query heads, K KV heads, H head size.
 """
 
 from __future__ import annotations
@@ -18,11 +17,9 @@ from typing import Final
 
 from torch import Tensor
 
-from mosaic.kernels.attention import reference
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, since, tile_for, tl, triton
-from mosaic.kernels.shared.operands import check_attention
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 # By architecture and item size: query rows, keys, unused, warps, stages. On an H200 (16,384 tokens, 32 heads of 128,
 # bfloat16) 128x64 with 8 warps reaches 404 TFLOP/s and 64x64 with 4 warps 365; the former spills on cards before Hopper,
@@ -134,7 +131,7 @@ def launch(
 ) -> None:
     """Write the attention of the query rows into y [T, N*H]; y may be q itself."""
     rows = q.shape[0]
-    heads, kv_heads = check_attention(q, k, v, cu_seqlens, y, head_size, sees)
+    heads, kv_heads = q.shape[1] // head_size, k.shape[1] // head_size
     tile = tile_for(since(TILES, q) if head_size <= WIDEST else NARROW, q)
     attention_kernel[(triton.cdiv(rows, tile.rows), heads)](
         q,

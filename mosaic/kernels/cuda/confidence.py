@@ -1,20 +1,17 @@
 """confidence on CUDA: the softmax probability of the largest logit, exp(maximum - logsumexp).
 
-Contract: confidence(maximum[M] float32, logsumexp[M] float32) -> y[M] float32; y may overwrite either. Legend: M rows.
+Legend: M rows.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-import torch
 from torch import Tensor
 
-from mosaic.kernels.confidence import reference
 from mosaic.kernels.cuda.shared.launching import tl, triton
-from mosaic.kernels.shared.operands import check_shapes
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 ROWS: Final = 1024  # untuned default
 
@@ -29,8 +26,5 @@ def confidence_kernel(maximum, logsumexp, y, count, BLOCK: tl.constexpr):
 
 def launch(*, maximum: Tensor, logsumexp: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:
     """Write exp(maximum - logsumexp) into y [M]."""
-    shape, dtype = (maximum.shape[0],), torch.float32
-    check_shapes(
-        "confidence", maximum=(maximum, shape, dtype), logsumexp=(logsumexp, shape, dtype), y=(y, shape, dtype)
-    )
-    confidence_kernel[(triton.cdiv(shape[0], ROWS),)](maximum, logsumexp, y, shape[0], BLOCK=ROWS, num_warps=4)
+    count = maximum.numel()
+    confidence_kernel[(triton.cdiv(count, ROWS),)](maximum, logsumexp, y, count, BLOCK=ROWS, num_warps=4)

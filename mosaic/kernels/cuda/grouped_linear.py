@@ -1,11 +1,10 @@
 """grouped_linear on CUDA: each expert's rows times that expert's weight, all experts in one launch.
 
-Contract: grouped_linear(x[A, I], weight[E, O, I], offsets[E+1] int64) -> y[A, O]; rows [offsets[e], offsets[e+1])
-belong to expert e, offsets[E] = A. y overlaps no operand. The offsets stay on the device: the grid has room for a
-ragged last tile of every expert, each program finds its expert by one comparison with the offsets, programs left over
-return. Products are computed transposed, because tensor cores take few rows as columns without waste. Programs that
-run side by side share an expert's rows and weight in the L2 cache. All tiles of an item size add up inputs in the same
-steps, so a row's result depends on no other row. Legend: A assignments (rows x top-k), E experts, I inputs, O outputs.
+y overlaps no operand. The offsets stay on the device: the grid has room for a ragged last tile of every expert, each program
+finds its expert by one comparison with the offsets, programs left over return. Products are computed transposed, because
+tensor cores take few rows as columns without waste. Programs that run side by side share an expert's rows and weight in the
+L2 cache. All tiles of an item size add up inputs in the same steps, so a row's result depends on no other row. Legend: A
+assignments (rows x top-k), E experts, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ from mosaic.kernels.cuda.shared.launching import (
     tl,
     triton,
 )
-from mosaic.kernels.grouped_linear import reference
-from mosaic.kernels.shared.operands import INDEX, check_shapes
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 # Tiles by the average expert's rows, from the first entry that has as many on, and the rows up to which an expert's last
 # tile is multiplied as one of no more. By item size where loads go by address; all of a size have the same `inner`.
@@ -127,14 +124,7 @@ def tile_of(x: Tensor, experts: int, described: bool) -> tuple[Tile, int]:
 
 def launch(*, x: Tensor, weight: Tensor, offsets: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:
     """Write every expert's product into y [A, O]."""
-    (rows, inner), (experts, outer, _), dtype = x.shape, weight.shape, x.dtype
-    check_shapes(
-        "grouped_linear",
-        x=(x, (rows, inner), None),
-        weight=(weight, (experts, outer, inner), dtype),
-        offsets=(offsets, (experts + 1,), INDEX[0]),
-        y=(y, (rows, outer), dtype),
-    )
+    (rows, inner), (experts, outer, _) = x.shape, weight.shape
     described = weight.stride(0) == outer * weight.stride(1) and has_descriptors(x, weight[0])
     tile, few = tile_of(x, experts, described)
     lines = weight.as_strided((experts * outer, inner), (weight.stride(1), 1)) if described else weight

@@ -1,28 +1,22 @@
 """joined_attention on CUDA: attention to a block's own keys, joined with the output over its prefix, which is fresh or was kept.
 
-Contract: joined_attention(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, seen[B] int32, cu_seqlens[B+1]
-int32, positions[T] int32, prefix[B] int32, kept[E, Z*M*N*H], kept_sums[S, Z*M*N] float32, owner[B] int64 or none of these,
-fresh[T, N*H], fresh_sums[T, N] float32, refreshed[B] int32 or none of these, all whole; layer, slot, rows, kv_heads, head_size,
-scale, block) -> y[T, N*H]; updates kept and kept_sums, as `mosaic.registrar.operators.joined_attention` says
-(FlashBlock, arXiv 2602.05305); y may overwrite q. A tile is that of `kv_attention`. Its online softmax begins with what is given:
-the output over the prefix, as the sum of one exponential whose exponent is the log-sum-exp. A block's own keys are few, so no
-sequence is split.
-Legend: T query rows, R rows, L layers, B sequences, X extents, E and S rows of states, Z slots, M rows of a block, N query heads,
-K KV heads, H size.
+A tile is that of `kv_attention`. Its online softmax begins with what is given: the output over the prefix, as the sum of one
+exponential whose exponent is the log-sum-exp. A block's own keys are few, so no sequence is split. Legend: T query rows, R
+rows, L layers, B sequences, X extents, E and S rows of states, Z slots, M rows of a block, N query heads, K KV heads, H size.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.kv_attention import attend_tile, cut_of
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
-from mosaic.kernels.joined_attention import check, reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch", "launch_invariant"]
 
 
 @triton.jit(do_not_specialize=["rows", "sequences", "layer", "slot"])
@@ -153,14 +147,15 @@ def launch(
     prefix: Tensor, y: Tensor, layer: int, slot: int, rows: int, kv_heads: int, head_size: int, scale: float, block: int = 0,
     kept: Tensor | None = None, kept_sums: Tensor | None = None, owner: Tensor | None = None, fresh: Tensor | None = None,
     fresh_sums: Tensor | None = None, refreshed: Tensor | None = None, scratch: Tensor | None = None,
+    fixed: bool = False,
 ) -> None:  # fmt: skip
-    """Write the attention of the query rows into y [T, N*H], and keep what is fresh; y may be q itself."""
-    group = check(
-        q, kv, extents, cu_extents, seen, cu_seqlens, positions, prefix, kept, kept_sums, owner, fresh, fresh_sums, refreshed, y,
-        layer, slot, rows, kv_heads, head_size,
-    )  # fmt: skip
+    """Write the attention of the query rows into y [T, N*H], and keep what is fresh; y may be q itself.
+
+    `fixed` takes tiles that give a row the same bits, however many rows there are.
+    """
+    group = q.shape[1] // (kv_heads * head_size)
     sequences = cu_seqlens.shape[0] - 1
-    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size)
+    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size, fixed=fixed)
     # what is not there is not read either
     states = (q, q) if kept is None or kept_sums is None else (kept, kept_sums)
     new = (q, q) if fresh is None or fresh_sums is None else (fresh, fresh_sums)
@@ -202,3 +197,6 @@ def launch(
         num_warps=tile.warps,
         num_stages=1,
     )
+
+
+launch_invariant = partial(launch, fixed=True)

@@ -1,26 +1,24 @@
 """kv_attention on CUDA: softmax(q k^T * scale) v per sequence, over keys and values kept in rows of a state buffer.
 
-Contract: kv_attention(q[T, N*H] sliced, kv[R, L*2*K*H] whole, extents[X, 4] int64 whole, cu_extents[B+1] int32 whole, seen[B]
-int32 whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced, sees[T, 2] int32? sliced; layer, kv_heads, head_size, scale,
-span, keys, block, parts) -> y[T, N*H]; y may overwrite q; `span`, `keys` and `parts` are for the planner alone. Row r of q is row
-`row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`, at position p, those before
-(p // block + 1) * block; with `sees`, those at positions in [sees[r, 0], sees[r, 1]). Where a key lies,
-`mosaic.registrar.operators.kv_store` says. A row in no sequence, or that sees no key, is left as it was.
+Row r of q is row `row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`, at
+position p, those before (p // block + 1) * block; with `sees`, those at positions in [sees[r, 0], sees[r, 1]). Where a key
+lies, `mosaic.registrar.operators.kv_store` says. A row in no sequence, or that sees no key, is left as it was.
 
 A tile's rows are tokens of one sequence times the query heads of one KV head, so that these share what is read of kv
-(FlashAttention, Dao et al. 2022, with grouped queries packed). The keys of a sequence are cut into segments, as
-`kv_segments` says, by its own window and keys alone. Each has results of its own, which are joined in order. Where scratch has
-room for them, each segment has a program (Flash-Decoding, Dao et al. 2023), which leaves them there, and a second launch joins
-them. Elsewhere one program joins as it goes, to the same bits. Lengths are read on the device alone: how many programs start
+(FlashAttention, Dao et al. 2022, with grouped queries packed). The keys of a sequence are cut into segments, as `kv_segments`
+says, by its own window and keys alone. Each has results of its own, which are joined in order. Where scratch has room for
+them, each segment has a program (Flash-Decoding, Dao et al. 2023), which leaves them there, and a second launch joins them.
+Elsewhere one program joins as it goes, to the same bits. Lengths are read on the device alone: how many programs start
 depends on shapes, so a captured launch serves other lengths. Only tiles of keys that not every row sees whole are masked. On
-Hopper large tiles have a kernel of their own (`kv_attention_hopper`).
-Keys of one layer and head lie side by side within an extent, so they are read as rows of a matrix, not one by one.
-Legend: T query rows, R rows, L layers, B sequences, X extents, N query heads, K KV heads, H head size.
+Hopper large tiles have a kernel of their own (`kv_attention_hopper`). Keys of one layer and head lie side by side within an
+extent, so they are read as rows of a matrix, not one by one. Legend: T query rows, R rows, L layers, B sequences, X extents,
+N query heads, K KV heads, H head size.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
@@ -30,7 +28,6 @@ from mosaic.kernels.cuda.kv_attention_hopper import GLUON, launch_tiles
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, since, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
-from mosaic.kernels.kv_attention import check, reference
 from mosaic.registrar.operators.kv_attention import (
     KV_SEGMENT_ALIGNED,
     KV_SEGMENT_KEYS,
@@ -38,7 +35,7 @@ from mosaic.registrar.operators.kv_attention import (
     KV_SEGMENTS,
 )
 
-__all__ = ["has_ring", "launch", "reference", "tile_of"]
+__all__ = ["has_ring", "launch", "launch_invariant", "tile_of"]
 
 # By architecture and item size, the fewest rows first: query rows, keys, unused, warps, stages. The largest are of the
 # shapes that `attention` was measured with; a launch takes the first that a sequence's rows fit into, or else the last.
@@ -54,6 +51,8 @@ WIDEST: Final = 128
 RING: Final = {80: False, 90: True, 100: False}
 """From which architecture on tiles of `RING_ROWS` rows have a kernel of their own."""
 RING_ROWS, RING_KEYS, RING_SIZES = 128, 64, (64, 128)
+FIXED_ROWS: Final = 64
+"""Rows of a tile from which on each warp has whole rows: such tiles of one table give a row the same bits."""
 JOINED_HEADS: Final = 8
 """Heads of a row that a program joins the segments of."""
 JOIN_WARPS: Final = 4
@@ -258,14 +257,14 @@ def kv_attention_kernel(
             )
         segment += 1
     if not own:
-        sees = all_total > 0
-        result = all_accumulator / tl.where(sees, all_total, 1.0)[:, None]
+        some = all_total > 0
+        result = all_accumulator / tl.where(some, all_total, 1.0)[:, None]
         # y may be q: this program alone reads these rows of these heads, and has read them
         place = row.to(tl.int64)[:, None] * y_stride + ((kv_head * GROUP + member) * SIZE)[:, None] + column[None, :]
-        tl.store(y + place, result.to(y.dtype.element_ty), mask=mask & sees[:, None])
+        tl.store(y + place, result.to(y.dtype.element_ty), mask=mask & some[:, None])
         if SUMS:
             line = row.to(tl.int64) * sums_stride + kv_head * GROUP + member
-            tl.store(logsumexp + line, log_sum(all_maximum, all_total), mask=here & sees)
+            tl.store(logsumexp + line, log_sum(all_maximum, all_total), mask=here & some)
 
 
 @triton.jit
@@ -351,14 +350,16 @@ def launch(
     row_start: int = 0,
     logsumexp: Tensor | None = None,
     scratch: Tensor | None = None,
+    fixed: bool = False,
 ) -> None:
     """Write the attention of the query rows into y [T, N*H]; y may be q itself.
 
-    `logsumexp`, float32 [T, N], is for `prefix_attention`: the log-sum-exps of the rows' scores.
+    `logsumexp`, float32 [T, N], is for `prefix_attention`: the log-sum-exps of the rows' scores. `fixed` takes tiles that give a
+    row the same bits, however many rows there are.
     """
-    group = check(q, kv, extents, cu_extents, seen, cu_seqlens, positions, y, layer, kv_heads, head_size, sees)
+    group = q.shape[1] // (kv_heads * head_size)
     rows, sequences, all_heads = q.shape[0], cu_seqlens.shape[0] - 1, group * kv_heads
-    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size)
+    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size, fixed=fixed)
     room = 0 if scratch is None else scratch.numel() // (4 * all_heads * (head_size + 2))
     # rows of results, then their maxima, then their sums; a sequence sees no more keys than the state has rows
     splits = min(KV_SEGMENTS, -(-kv.shape[0] // KV_SEGMENT_KEYS)) if room > 1 else 1
@@ -432,11 +433,11 @@ class Cut(NamedTuple):
     heads: int
 
 
-def cut_of(q: Tensor, sequences: int, group: int, heads: int, head_size: int) -> Cut:
+def cut_of(q: Tensor, sequences: int, group: int, heads: int, head_size: int, *, fixed: bool = False) -> Cut:
     """Cut the rows of q into as many tiles as those of the sequences may need, whatever their lengths; `group` of its heads
-    share keys, and there are `heads` such groups."""
+    share keys, and there are `heads` such groups. `fixed` takes none of the small tiles, which add up in another order."""
     rows = q.shape[0]
-    tile = tile_of(q, head_size, -(-rows // sequences) * group)
+    tile = tile_of(q, head_size, max(-(-rows // sequences) * group, FIXED_ROWS if fixed else 0))
     part = min(group, tile.rows)
     tokens = tile.rows // part
     return Cut(tile, part, (rows + sequences * (tokens - 1)) // tokens, heads * -(-group // part))
@@ -447,3 +448,6 @@ def tile_of(q: Tensor, head_size: int, rows: int) -> Tile:
     table = since(TILES, q) if head_size <= WIDEST else NARROW
     tiles = table[max(2, min(q.element_size(), 4))]
     return next((tile for tile in tiles if tile.rows >= rows), tiles[-1])
+
+
+launch_invariant = partial(launch, fixed=True)

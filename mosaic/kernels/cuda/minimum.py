@@ -1,7 +1,7 @@
-"""minimum on CUDA: y = min(x, other), PyTorch's own kernel. Contract: minimum(x[B] int32, other[B] int32) -> y[B] int32."""
+"""minimum on CUDA: y = min(x, other), PyTorch's own kernel."""
 
 from __future__ import annotations
 
-from mosaic.kernels.minimum import launch, reference
+from mosaic.kernels.minimum import launch
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]

@@ -1,9 +1,7 @@
 """moe_combine on CUDA: the experts' outputs, weighted and added to the rows they came from.
 
-Contract: moe_combine(y[C*k, D], order[C*k] int64, scores[C, k], updates x[C, D]): x[order[j] // k] +=
-scores.flat[order[j]] * y[j]. Each row gathers its own k outputs, in the order of its top-k list and in float32: no
-atomics, so the same input gives the same bits. A first launch inverts `order`. Scratch: the inverse, [C*k] int32.
-Legend: C rows, D hidden, k experts a row.
+Each row gathers its own k outputs, in the order of its top-k list and in float32: no atomics, so the same input gives the
+same bits. A first launch inverts `order`. Scratch: the inverse, [C*k] int32. Legend: C rows, D hidden, k experts a row.
 """
 
 from __future__ import annotations
@@ -15,10 +13,8 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
-from mosaic.kernels.moe_combine import reference
-from mosaic.kernels.shared.operands import INDEX, check_shapes
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 # Untuned defaults.
 COLUMNS: Final = 1024
@@ -59,15 +55,8 @@ def moe_combine_kernel(
 
 def launch(*, y: Tensor, order: Tensor, scores: Tensor, x: Tensor, scratch: Tensor | None = None) -> None:
     """Add the weighted outputs to x [C, D] in place."""
-    (rows, top_k), columns, dtype = scores.shape, x.shape[1], x.dtype
+    (rows, top_k), columns = scores.shape, x.shape[1]
     count = rows * top_k
-    check_shapes(
-        "moe_combine",
-        x=(x, (rows, columns), None),
-        scores=(scores, (rows, top_k), dtype),
-        y=(y, (count, columns), dtype),
-        order=(order, (count,), INDEX[0]),
-    )
     inverse, block = floats_of("moe_combine", scratch, count).view(torch.int32), power_of_two(columns, COLUMNS)
     inverse_kernel[(triton.cdiv(count, ASSIGNMENTS),)](order, inverse, count, BLOCK=ASSIGNMENTS, num_warps=4)
     moe_combine_kernel[(rows, triton.cdiv(columns, block))](

@@ -1,19 +1,14 @@
 """moe_route on CUDA: scores of the experts, then the top k.
 
-Contract: moe_route(x[C, D], weight[E, D], bias[E] float32?; top_k, normalize, scoring, groups, top_groups, scale) ->
-scores[C, k] in the dtype of x, experts[C, k] int64; logits and scores in float32, softmax over all E or sigmoid of each,
-chosen by score + bias in the `top_groups` groups whose two best sum up highest, descending, ties to the lower expert
-and group; then, without the bias, divided by their sum if `normalize`, times `scale`. One launch writes the logits, the
-next chooses, all experts of a row at once. Scratch: the logits, [C, E] float32. Source: LLaDA-MoE's router (softmax,
-normalize off), Qwen3-MoE's (either), LLaDA2.0's (sigmoid, 1e-20 added to the sum). Legend: C rows, D hidden, E experts,
-G groups.
+One launch writes the logits, the next chooses, all experts of a row at once. Scratch: the logits, [C, E] float32. Source:
+LLaDA-MoE's router (softmax, normalize off), Qwen3-MoE's (either), LLaDA2.0's (sigmoid, 1e-20 added to the sum). Legend: C
+rows, D hidden, E experts, G groups.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import (
@@ -26,10 +21,9 @@ from mosaic.kernels.cuda.shared.launching import (
     triton,
 )
 from mosaic.kernels.cuda.shared.scratch import floats_of
-from mosaic.kernels.moe_route import TINY, reference
-from mosaic.kernels.shared.operands import INDEX, check_shapes
+from mosaic.kernels.moe_route import TINY
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 # Tiles of the product, rows, experts and hidden, by item size. One for any rows: another `inner` adds up in another order,
 # so a row's scores would depend on how many others there are. On an H200 (256 experts of 8 groups, hidden 2,048,
@@ -182,15 +176,7 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write the scores and the experts of every row, [C, k] each."""
-    (rows, hidden), num_experts, dtype = x.shape, weight.shape[0], x.dtype
-    check_shapes(
-        "moe_route",
-        x=(x, (rows, hidden), None),
-        weight=(weight, (num_experts, hidden), dtype),
-        bias=(bias, (num_experts,), torch.float32),
-        scores=(scores, (rows, top_k), dtype),
-        experts=(experts, (rows, top_k), INDEX[0]),
-    )
+    (rows, hidden), num_experts = x.shape, weight.shape[0]
     described = has_descriptors(x, weight)
     tile, logits = tile_for(TILES, x), floats_of("moe_route", scratch, rows * num_experts)
     parts = triton.cdiv(num_experts, tile.columns)

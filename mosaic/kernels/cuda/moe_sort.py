@@ -1,10 +1,8 @@
 """moe_sort on CUDA: the assignments of rows to experts, grouped by expert, by a stable counting sort without atomics.
 
-Contract: moe_sort(experts[C, k] int64; num_experts) -> order[C*k] int64 (flat assignment ids sorted by expert, stable),
-offsets[E+1] int64 (expert e owns order[offsets[e]:offsets[e+1]]). Four launches: count each expert in each block of
-assignments; per expert, turn the counts of the blocks into places; offsets of the experts; write each assignment to
-offset + place of its block + rank within the block. Scratch: counts [E, blocks] int32. Legend: C rows, k experts a row,
-E experts.
+Four launches: count each expert in each block of assignments; per expert, turn the counts of the blocks into places; offsets
+of the experts; write each assignment to offset + place of its block + rank within the block. Scratch: counts [E, blocks]
+int32. Legend: C rows, k experts a row, E experts.
 """
 
 from __future__ import annotations
@@ -16,11 +14,9 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
-from mosaic.kernels.moe_sort import reference
-from mosaic.kernels.shared.operands import INDEX, check_shapes
 from mosaic.registrar.operators.moe_sort import SORT_BLOCK
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 # Untuned defaults.
 EXPERTS: Final = 32  # experts compared with a block of assignments at once
@@ -96,12 +92,6 @@ def launch(*, experts: Tensor, order: Tensor, offsets: Tensor, num_experts: int,
     """Write the sorted assignment ids and the experts' offsets."""
     rows, top_k = experts.shape
     count = rows * top_k
-    check_shapes(
-        "moe_sort",
-        experts=(experts, (rows, top_k), INDEX[0]),
-        order=(order, (count,), INDEX[0]),
-        offsets=(offsets, (num_experts + 1,), INDEX[0]),
-    )
     blocks, block_e = triton.cdiv(count, SORT_BLOCK), power_of_two(num_experts, EXPERTS)
     counts, stride = floats_of("moe_sort", scratch, blocks * num_experts).view(torch.int32), experts.stride(0)
     tile = {"TOP_K": top_k, "BLOCK": SORT_BLOCK, "BLOCK_E": block_e, "num_warps": 4}

@@ -1,24 +1,24 @@
 """prefix_attention on CUDA: softmax(q k^T * scale) v per sequence over kept keys, and the log-sum-exp of each row's scores.
 
-Contract: prefix_attention(q[T, N*H] sliced, kv[R, L*2*K*H] whole, extents[X, 4] int64 whole, cu_extents[B+1] int32 whole, seen[B]
-int32 whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced; layer, kv_heads, head_size, scale, span, keys, block,
-parts) -> y[T, N*H], logsumexp[T, N] float32, as `mosaic.registrar.operators.prefix_attention` says. These are the kernels of
-`kv_attention`: whatever writes a row of y has its maximum and its sum, and writes their logarithm too.
-Legend: T query rows, R rows, L layers, B sequences, X extents, N query heads, K KV heads, H size.
+These are the kernels of `kv_attention`: whatever writes a row of y has its maximum and its sum, and writes their logarithm
+too. Legend: T query rows, R rows, L layers, B sequences, X extents, N query heads, K KV heads, H size.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from mosaic.kernels.cuda import kv_attention
-from mosaic.kernels.prefix_attention import reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch", "launch_invariant"]
 
 
 def launch(*, q: Tensor, y: Tensor, logsumexp: Tensor, scratch: Tensor | None = None, **given: Any) -> None:
     """Write the attention of the query rows into y [T, N*H], and the log-sum-exps of their scores into logsumexp [T, N]."""
     kv_attention.launch(q=q, y=y, logsumexp=logsumexp, scratch=scratch, **given)
+
+
+launch_invariant = partial(launch, fixed=True)

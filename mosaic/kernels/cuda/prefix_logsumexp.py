@@ -1,17 +1,16 @@
 """prefix_logsumexp on CUDA: over the prefix of each voting row, the logarithm of what the exponentials of its scores add up to.
 
-Contract: prefix_logsumexp(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, captured[B] int32, votes[T] uint8,
-cu_seqlens[B+1] int32; layer, kv_heads, head_size, scale, span, keys) -> logsumexp[T, N] float32, all whole, as
-`mosaic.registrar.operators.prefix_logsumexp` says. A tile's rows are tokens of one sequence times the query heads of one KV head,
-as in `kv_attention`. Keys are split as those of the request alone ask for, and the splits, in scratch, are then joined. Lengths
-are read on the device alone: how many programs start depends on shapes, so a captured launch serves other lengths.
-Legend: T rows, R
-rows of the state, L layers, B sequences, X extents, N query heads, K KV heads, H size.
+A tile's rows are tokens of one sequence times the query heads of one KV head, as in `kv_attention`. Keys are split as those
+of the request alone ask for, and the splits, in scratch, are then joined. Lengths are read on the device alone: how many
+programs start depends on shapes, so a captured launch serves other lengths. Legend: T rows, R rows of the state, L layers, B
+sequences, X extents, N query heads, K KV heads, H size.
 """
 
 from __future__ import annotations
 
 import math
+import sys
+from functools import partial
 from typing import Final
 
 from torch import Tensor
@@ -20,10 +19,9 @@ from mosaic.kernels.cuda.key_mass import tile_of
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile, share_of
-from mosaic.kernels.prefix_logsumexp import check, reference
 from mosaic.registrar.operators.prefix_logsumexp import SPLIT_KEYS, SPLITS
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch", "launch_invariant"]
 
 JOINED: Final = 64
 """Log-sum-exps that a program joins the splits of."""
@@ -143,11 +141,12 @@ def launch(
     span: int = 0,
     keys: int = 0,
     scratch: Tensor | None = None,
+    fixed: bool = False,
 ) -> None:
-    """Write the log-sum-exps of voting rows into logsumexp [T, N]."""
-    group = check(q, kv, extents, cu_extents, captured, votes, cu_seqlens, logsumexp, layer, kv_heads, head_size)
+    """Write the log-sum-exps of voting rows into logsumexp [T, N]; `fixed`: with the same tiles, however many rows there are."""
+    group = q.shape[1] // (kv_heads * head_size)
     (rows, heads), sequences = logsumexp.shape, cu_seqlens.shape[0] - 1
-    tile = tile_of(q, head_size, -(-rows // sequences) * group)
+    tile = tile_of(q, head_size, sys.maxsize if fixed else -(-rows // sequences) * group)
     part = min(group, tile.rows)
     tokens = tile.rows // part
     tiles, parts = (rows + sequences * (tokens - 1)) // tokens, kv_heads * -(-group // part)
@@ -184,3 +183,6 @@ def launch(
     join_sums_kernel[(triton.cdiv(count, JOINED),)](
         sums, logsumexp, logsumexp.stride(0), count, HEADS=heads, SPLITS=SPLITS, BLOCK=JOINED, num_warps=JOIN_WARPS
     )
+
+
+launch_invariant = partial(launch, fixed=True)

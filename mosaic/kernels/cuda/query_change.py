@@ -1,10 +1,7 @@
 """query_change on CUDA: by how much each sequence's queries differ from the kept ones; new ones are kept.
 
-Contract: query_change(q[T, C], kept[E, M*C], owner[B] int64, prefix[B] int32, cu_seqlens[B+1] int32, positions[T] int32,
-refreshed[B] int32 or None, all whole; rows) -> change[B] float32; updates kept, as `mosaic.registrar.operators.query_change`
-says (FlashBlock, LoSA). A program a row leaves its two sums in scratch, or writes the row where it is new; a program a sequence
-adds up those of its rows. So a change depends on no other sequence.
-Legend: T query rows, C columns, E owners, M rows of a block, B sequences.
+A program a row leaves its two sums in scratch, or writes the row where it is new; a program a sequence adds up those of its
+rows. So a change depends on no other sequence. Legend: T query rows, C columns, E owners, M rows of a block, B sequences.
 """
 
 from __future__ import annotations
@@ -16,9 +13,8 @@ from torch import Tensor
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
-from mosaic.kernels.query_change import check, reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 # Untuned defaults.
 COLUMNS: Final = 2048
@@ -100,7 +96,6 @@ def launch(
     refreshed: Tensor | None = None, scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the changes into change [B], and new queries into their rows of kept [E, M*C]."""
-    check(q, kept, owner, prefix, cu_seqlens, positions, refreshed, change, rows)
     (count, width), sequences = q.shape, cu_seqlens.shape[0] - 1
     sums = floats_of("query_change", scratch, 2 * count)
     row_change_kernel[(count,)](

@@ -1,7 +1,6 @@
 """read_canvas on CUDA: tokens of some rows of a canvas, and `open_id` where a position is open.
 
-Contract: read_canvas(canvas[R] int64 whole, rows[C] int64; open_id) -> y[C] int64, y = canvas[rows], or open_id where that is
--1 or rows lies outside the canvas; y overlaps no operand. Legend: R rows of the state, C rows that are read.
+Legend: R rows of the state, C rows that are read.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ from typing import Final
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
-from mosaic.kernels.read_canvas import reference
-from mosaic.kernels.shared.operands import INDEX, check_shapes
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 ROWS: Final = 128  # untuned default
 
@@ -31,8 +28,5 @@ def read_canvas_kernel(canvas, rows, y, count, size, open_id, BLOCK: tl.constexp
 def launch(*, canvas: Tensor, rows: Tensor, y: Tensor, open_id: int, scratch: Tensor | None = None) -> None:
     """Write the tokens into y [C]."""
     count = rows.shape
-    check_shapes(
-        "read_canvas", canvas=(canvas, canvas.shape[:1], INDEX[0]), rows=(rows, count, INDEX[0]), y=(y, count, INDEX[0])
-    )
     grid = (triton.cdiv(count[0], ROWS),)
     read_canvas_kernel[grid](canvas, rows, y, count[0], canvas.shape[0], open_id, BLOCK=ROWS, num_warps=4)

@@ -1,11 +1,9 @@
 """resume_rows on CUDA: bounds and positions of the rows kept, and which rows to decide are among them, in two launches.
 
-Contract: resume_rows(chosen[S] int64, bounds[B+1] int32, positions[T] int32, rows[M] int64, cu_rows[B+1] int32; size, most) ->
-kept[C] int64, kept_positions[C] int32, cu_seqlens[B+1] int32, decided[D] int64, asked[D] int64, cu_decided[B+1] int32, place[M]
-int32, count[1] int32, as `mosaic.registrar.operators.resume_rows` says. The first launch looks each row of a sequence up among
-those that are kept, and counts what it finds; one program a sequence. In the second each adds up the counts before its own and
-writes its rows; one program more writes what nobody decides. Scratch: a count per sequence. Nothing is read on the host. Legend:
-S numbers of tokens, C rows kept, T tokens, M rows asked for, D rows decided, B sequences.
+The first launch looks each row of a sequence up among those that are kept, and counts what it finds; one program a sequence.
+In the second each adds up the counts before its own and writes its rows; one program more writes what nobody decides.
+Scratch: a count per sequence. Nothing is read on the host. Legend: S numbers of tokens, C rows kept, T tokens, M rows asked
+for, D rows decided, B sequences.
 """
 
 from __future__ import annotations
@@ -17,9 +15,8 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
-from mosaic.kernels.resume_rows import check, reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 # Untuned defaults: rows asked for and rows kept of a tile, elements that are copied, sequences that are added up at once.
 ROWS: Final = 32
@@ -144,21 +141,6 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write all outputs."""
-    check(
-        chosen,
-        bounds,
-        positions,
-        rows,
-        cu_rows,
-        kept,
-        kept_positions,
-        cu_seqlens,
-        decided,
-        asked,
-        cu_decided,
-        place,
-        count,
-    )
     sequences = bounds.shape[0] - 1
     counts = floats_of("resume_rows", scratch, bounds.shape[0]).view(torch.int32)
     find_kernel[(sequences + 1,)](

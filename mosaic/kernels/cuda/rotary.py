@@ -1,23 +1,20 @@
 """rotary on CUDA: rotary position embedding, rotate-half, on the first R columns of each head, in place.
 
 Formula: with a = position * inv_freq, (x1, x2) -> (x1 cos a - x2 sin a, x2 cos a + x1 sin a), x1 and x2 the two halves
-of R, cosines and sines times `factor`. Contract: rotary(updates x[T, N*H], positions[T] int32, inv_freq[R/2] or [S, R/2]
-float32, sequences[T] int32?; head_size, factor); angles, cosines and sines in float32, in the kernel, so no table of them
-exists. Source: Su et al. 2021, "RoFormer". Legend: T rows, N heads, H head size, R rotated columns of a head, S sequences.
+of R, cosines and sines times `factor`.
+
+Source: Su et al. 2021, "RoFormer". Legend: T rows, N heads, H head size, R rotated columns of a head, S sequences.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
-from mosaic.kernels.rotary import reference
-from mosaic.kernels.shared.operands import check_shapes, heads_of
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 # Untuned defaults: all 32 heads of 128 of an 8B model in one program, so a row's angles are computed once.
 ELEMENTS: Final = 2048
@@ -66,14 +63,7 @@ def launch(
 ) -> None:
     """Rotate the heads of x [T, N*H] in place by their rows' positions, and their sequences' frequencies."""
     rows, half = x.shape[0], inv_freq.shape[-1]
-    heads = heads_of("rotary", "x", x, head_size)
-    check_shapes(
-        "rotary",
-        x=(x, (rows, heads * head_size), None),
-        positions=(positions, (rows,), torch.int32),
-        inv_freq=(inv_freq, (half,) if sequences is None else (inv_freq.shape[0], half), torch.float32),
-        sequences=(sequences, (rows,), torch.int32),
-    )
+    heads = x.shape[-1] // head_size
     block_r = power_of_two(half, 1 << 16)
     block_n = power_of_two(heads, max(1, ELEMENTS // block_r))
     rotary_kernel[(rows, triton.cdiv(heads, block_n))](

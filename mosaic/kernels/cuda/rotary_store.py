@@ -1,11 +1,7 @@
 """rotary_store on CUDA: heads of q and k normed and rotated, q in place, k and v into the rows that their sequences own.
 
-Contract: rotary_store(updates q[T, N*H] sliced, k[T, W] sliced, v[T, W] sliced, updates kv[R, L*2*W] whole, extents[X, 4] int64
-whole, cu_extents[B+1] int32 whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced, inv_freq[R/2] or [S, R/2] float32,
-q_norm[H] and k_norm[H] or none, sequences[T] int32? sliced; layer, head_size, eps, factor): `head_norm`, `rotary` and `kv_store`
-in one launch, float32 from the first to the last, so that nothing is rounded between norm and rotation. One program a row and
-group of heads, of queries or of keys with their values. Legend: T tokens, N query heads, H head size, W width of keys, R rotated
-columns of a head.
+One program a row and group of heads, of queries or of keys with their values. Legend: T tokens, N query heads, H head size, W
+width of keys, R rotated columns of a head.
 """
 
 from __future__ import annotations
@@ -17,9 +13,8 @@ from torch import Tensor
 from mosaic.kernels.cuda.kv_store import place_of
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES
-from mosaic.kernels.rotary_store import check, reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 # Untuned defaults: 8 elements a thread, and as many of those that they turn with.
 ELEMENTS: Final = 1024
@@ -130,9 +125,7 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Update q and kv."""
-    q_heads, heads = check(
-        q, k, v, kv, extents, cu_extents, cu_seqlens, positions, inv_freq, q_norm, k_norm, sequences, layer, head_size
-    )
+    q_heads, heads = q.shape[1] // head_size, k.shape[1] // head_size
     count = cu_seqlens.shape[0] - 1
     block_h = power_of_two(head_size, 1 << 16)
     block_n = power_of_two(q_heads, max(1, ELEMENTS // block_h))

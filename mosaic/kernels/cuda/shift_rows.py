@@ -1,22 +1,18 @@
 """shift_rows on CUDA: the row whose logits predict row i, in models trained with a shift (Dream): i - 1, within its
 sequence.
 
-Contract: shift_rows(rows[M] int64, cu_seqlens[B+1] int32) -> y[M] int64, y = max(row - 1, first row of its sequence); y
-may overwrite rows. Every program walks the B bounds, which are few. Legend: M rows, B sequences.
+Every program walks the B bounds, which are few. Legend: M rows, B sequences.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
-from mosaic.kernels.shared.operands import INDEX, check_shapes
-from mosaic.kernels.shift_rows import reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 ROWS: Final = 256  # untuned default
 
@@ -36,10 +32,4 @@ def shift_rows_kernel(rows, cu_seqlens, y, count, bounds, BLOCK: tl.constexpr):
 def launch(*, rows: Tensor, cu_seqlens: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:
     """Write the shifted rows into y [M]."""
     count, bounds = rows.shape[0], cu_seqlens.shape[0]
-    check_shapes(
-        "shift_rows",
-        rows=(rows, (count,), INDEX[0]),
-        cu_seqlens=(cu_seqlens, (bounds,), torch.int32),
-        y=(y, (count,), INDEX[0]),
-    )
     shift_rows_kernel[(triton.cdiv(count, ROWS),)](rows, cu_seqlens, y, count, bounds, BLOCK=ROWS, num_warps=4)

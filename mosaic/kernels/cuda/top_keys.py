@@ -1,14 +1,12 @@
 """top_keys on CUDA: the pages of each prefix with the most attention mass, per set, without sorting.
 
-Contract: top_keys(mass[sets, S] float32, captured[B] int32, cu_keys[B+1] int32, owner[B] int64, selected[E, W] int32; slot, sets,
-k, page, ratio, enough); updates selected, as `mosaic.registrar.operators.top_keys` says. The lowest sum that is chosen is found by
-bisection over the bits of float32, which order as the sums do: of pages in registers, a count for each bit. Then the pages above
-it are written in ascending order, and of those that tie with it the lowest ones. Where a sum of masses is enough, the bisection
-adds up those above too. Long prefixes are cut into parts: a first launch
-counts the pages of each part by bins of their sums; a second lists those at or above the bin in which the lowest chosen sum must
-be, and the last program of a prefix and set to have listed its part chooses among these. Where too many share that bin, it
-chooses among all pages. Lengths are read on the device alone, and sums are added up again in each pass. Legend: S keys of all
-prefixes, B sequences, E rows, W numbers of a row.
+The lowest sum that is chosen is found by bisection over the bits of float32, which order as the sums do: of pages in
+registers, a count for each bit. Then the pages above it are written in ascending order, and of those that tie with it the
+lowest ones. Where a sum of masses is enough, the bisection adds up those above too. Long prefixes are cut into parts: a first
+launch counts the pages of each part by bins of their sums; a second lists those at or above the bin in which the lowest
+chosen sum must be, and the last program of a prefix and set to have listed its part chooses among these. Where too many share
+that bin, it chooses among all pages. Lengths are read on the device alone, and sums are added up again in each pass. Legend:
+S keys of all prefixes, B sequences, E rows, W numbers of a row.
 """
 
 from __future__ import annotations
@@ -21,10 +19,9 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
-from mosaic.kernels.top_keys import check, reference
 from mosaic.registrar.operators.top_keys import BINS, LISTED, PLACED, fraction_of, numbers_of, parts_of
 
-__all__ = ["launch", "launch_invariant", "reference"]
+__all__ = ["launch", "launch_invariant"]
 
 # On one H200, of 8 sets 1,024 keys each: of 256 keys 5.8 us, of 131,072 29; with tiles of 4,096 pages 32 (39 with 16 warps), with
 # tiles of 1,024 pages 40. 64 of 8,192 pages whose bounds lie within a factor of two: 19 us.
@@ -329,7 +326,6 @@ def launch(
     Which sums are the largest does not depend on the order of additions; with `enough`, what they add up to does: then, if
     `fixed`, one program adds them in tiles of one width.
     """
-    check(mass, captured, cu_keys, owner, selected, slot, sets, k, page)
     sequences = owner.shape[0]
     together = power_of_two(page, WIDEST)
     chosen = {"SETS": sets, "PAGES": numbers_of(k, page) - 1, "PAGE": page, "RATIO": ratio > 0}

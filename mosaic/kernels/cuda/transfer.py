@@ -1,11 +1,9 @@
 """transfer on CUDA: which rows are committed by their scores, and the tokens after it, in one launch.
 
-Contract: transfer(token[M] int64, score[M] float32, current[M] int64, cu_rows[B+1] int32, quota[B] int32, threshold[B]
-float32, edit_threshold?[B] float32; rule, mask_id) -> chosen[M] int64, committed[M] uint8 (0 or 1). The rules are those of
-the contract. One program per sequence, and one for the padding behind the last; nothing is read on the host. Each rule commits
-a number of candidates with the highest scores. A program counts that number. It finds the lowest score among them by bisection
-over the ranks of float32 numbers, in at most 32 counts of its rows. Of the rows with that score, it commits the lowest ones.
-Legend: M rows, B sequences.
+The rules are those of the contract. One program per sequence, and one for the padding behind the last; nothing is read on the
+host. Each rule commits a number of candidates with the highest scores. A program counts that number. It finds the lowest
+score among them by bisection over the ranks of float32 numbers, in at most 32 counts of its rows. Of the rows with that
+score, it commits the lowest ones. Legend: M rows, B sequences.
 """
 
 from __future__ import annotations
@@ -16,9 +14,8 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.kernels.cuda.shared.order import rank
-from mosaic.kernels.transfer import check, reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 # Untuned defaults: rows of a tile and warps, for few rows in all and for many.
 FEW: Final = 4096
@@ -144,7 +141,6 @@ def launch(
     scratch: Tensor | None = None,
 ) -> None:
     """Write chosen [M] and committed [M]."""
-    check(token, score, current, cu_rows, quota, threshold, edit_threshold, chosen, committed, rule)
     count, seqs = score.shape[0], quota.shape[0]
     block, warps = FEW_TILE if count <= FEW else MANY_TILE
     transfer_kernel[(seqs + 1,)](

@@ -1,8 +1,7 @@
 """write_canvas on CUDA: tokens into some rows of a canvas.
 
-Contract: write_canvas(token[C] int64, rows[C] int64, updates canvas[R] int64 whole, taken?[C] uint8): canvas[rows] = token where
-taken is not 0, or everywhere. Rows that are taken are distinct; those outside the canvas are left out. canvas overlaps no other
-operand. Legend: R rows of the state, C rows that are written.
+Rows that are taken are distinct; those outside the canvas are left out. canvas overlaps no other operand. Legend: R rows of
+the state, C rows that are written.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ from typing import Final
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
-from mosaic.kernels.write_canvas import check, reference
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]
 
 ROWS: Final = 128  # untuned default
 
@@ -34,7 +32,6 @@ def launch(
     *, token: Tensor, rows: Tensor, canvas: Tensor, taken: Tensor | None = None, scratch: Tensor | None = None
 ) -> None:
     """Update canvas."""
-    check(token, rows, canvas, taken)
     count = rows.shape[0]
     write_canvas_kernel[(triton.cdiv(count, ROWS),)](
         token,

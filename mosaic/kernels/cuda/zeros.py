@@ -1,7 +1,7 @@
-"""zeros on CUDA: y = 0, a fill of the driver's. Contract: zeros(; count) -> y[count] int32, contiguous."""
+"""zeros on CUDA: y = 0, a fill of the driver's."""
 
 from __future__ import annotations
 
-from mosaic.kernels.zeros import launch, reference
+from mosaic.kernels.zeros import launch
 
-__all__ = ["launch", "reference"]
+__all__ = ["launch"]

@@ -10,13 +10,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from mosaic.errors import GraphError
-from mosaic.kernels.shared.operands import check_shapes
-
-__all__ = ["Piece", "check_extents", "check_kv", "kept_tokens", "pieces", "windows"]
+__all__ = ["Piece", "kept_tokens", "pieces", "windows"]
 
 
 class Piece(NamedTuple):
@@ -57,26 +53,3 @@ def windows(cu_seqlens: Tensor, row_start: int, rows: int) -> Iterator[tuple[int
         start, end = max(first - row_start, 0), min(last - row_start, rows)
         if start < end:
             yield sequence, start, end
-
-
-def check_kv(kernel: str, kv: Tensor, width: int, layer: int) -> None:
-    """Check that rows of kv lie side by side and have keys and values of `width` columns for this layer."""
-    layers, rest = divmod(kv.shape[-1], 2 * width)
-    if rest or not 0 <= layer < layers:
-        raise GraphError(
-            f"{kernel}: operand 'kv' has {kv.shape[-1]} columns, expected keys and values of {width} columns for every layer, "
-            f"layer {layer} among them."
-        )
-    if not kv.is_contiguous():
-        raise GraphError(f"{kernel}: rows of 'kv' lie {kv.stride(0)} elements apart, expected {kv.shape[-1]}.")
-
-
-def check_extents(kernel: str, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor) -> None:
-    """Check the tables by which a kernel finds rows."""
-    bounds = cu_seqlens.shape[:1]
-    check_shapes(
-        kernel,
-        extents=(extents, (extents.shape[0], 4), torch.int64),
-        cu_extents=(cu_extents, bounds, torch.int32),
-        cu_seqlens=(cu_seqlens, bounds, torch.int32),
-    )

@@ -32,13 +32,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mosaic.kernels.shared.operands import INDEX, check_shapes
 from mosaic.kernels.shared.scratch import beginning
 from mosaic.registrar.tiles import COUNTER_COLUMNS, COUNTERS, GROUP_RUN, ROW_NUMBERS, SAMPLE_TILES
 
 __all__ = [
     "RowSamples",
-    "check_samples",
     "exponentials",
     "fill_exponentials",
     "fill_gumbels",
@@ -61,19 +59,6 @@ _FLOATS: Final = (0.5, 2.0**-32, 1.0 - 2.0**-24, 1 / _MEMBERS, 1 / (_MEMBERS - 1
 _UNIFORM_DOMAIN: Final = 2
 _GUMBEL_DOMAIN: Final = 3
 """Second words of the counters that give a row's own numbers."""
-
-
-def check_samples(
-    kernel: str, rows: int, keys: Tensor, temperature: Tensor, sample: Tensor, sample_logit: Tensor
-) -> None:
-    """Check the operands that a sampling kernel has besides those of the statistics."""
-    check_shapes(
-        kernel,
-        keys=(keys, (rows,), INDEX[0]),
-        temperature=(temperature, (1,), torch.float32),
-        sample=(sample, (rows,), INDEX[0]),
-        sample_logit=(sample_logit, (rows,), torch.float32),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mosaic.kernels.shared.operands import INDEX, check_shapes
-from mosaic.kernels.shared.sampling import RowSamples, check_samples
+from mosaic.kernels.shared.sampling import RowSamples
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 
-__all__ = ["RowStatistics", "check_outputs", "statistics_reference"]
+__all__ = ["RowStatistics", "statistics_reference"]
 
 # exp(-87) is 1.6e-38 in float32: a logit this far below the maximum adds nothing; -inf would give 0 * -inf = NaN in the
 # entropy. Lower ones have exponentials that are no normal numbers, which take forty times as long; these become 0.
@@ -24,21 +23,6 @@ _FLOOR = -87.0
 _NOTHING = 1.7e-38
 # A tile of nothing but -inf is measured from the lowest finite number instead of from -inf - -inf = NaN.
 _LOWEST = torch.finfo(torch.float32).min
-
-
-def check_outputs(
-    kernel: str, rows: int, token: Tensor, maximum: Tensor, second: Tensor, logsumexp: Tensor, entropy: Tensor
-) -> None:
-    """Check the five outputs of a statistics kernel."""
-    wide = ((rows,), torch.float32)
-    check_shapes(
-        kernel,
-        token=(token, (rows,), INDEX[0]),
-        maximum=(maximum, *wide),
-        second=(second, *wide),
-        logsumexp=(logsumexp, *wide),
-        entropy=(entropy, *wide),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +44,6 @@ class RowStatistics:
     ) -> RowStatistics:  # fmt: skip
         """Check the operands of a sampling kernel but for what it `reads`, and start on its scratch."""
         drawn = {"keys": keys, "temperature": temperature, "sample": sample, "sample_logit": sample_logit}
-        check_outputs(kernel, rows, **outputs)
-        check_samples(kernel, rows, **drawn)
         tiles = tiles_of(kernel, scratch, reads)
         return cls(**outputs, tiles=tiles, samples=RowSamples.over(tiles, **drawn))
 

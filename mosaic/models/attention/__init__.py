@@ -6,6 +6,7 @@ head size, D hidden.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, ClassVar
 
 from mosaic.models.attention.projections import matrices
@@ -49,6 +50,10 @@ class Way:
 
     def begin(self, step: StepGraph) -> None:
         """Declare what the way keeps for all layers."""
+
+    def kind(self, step: StepGraph, layer: int) -> Hashable:
+        """Return what of the way differs between layers, but for their numbers."""
+        return None
 
     def matrices(self, step: StepGraph, layer: int) -> list[Matrix]:
         """Return the projections of a layer: q_proj [N H, D], k_proj and v_proj [K H, D], o_proj [D, N H]."""

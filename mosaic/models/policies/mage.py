@@ -7,7 +7,7 @@ step ("candidates"; 0: it does not), whether it attends to all keys ("exactly"),
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -321,6 +321,11 @@ class SelectedTogether(KeptTogether):
         self._joined: JoinedLayers | None = None
         if policy.reuse is not None:
             self._joined = JoinedLayers(step, policy.reuse, policy.attention.exact_layers, refreshes=policy.refreshes)
+
+    def kind(self, step: StepGraph, layer: int) -> Hashable:
+        """Return whether the layer is sparse or, of the first exact ones, whether it is the last."""
+        chosen = self._policy.attention
+        return layer in chosen.sparse_layers(step.arch), layer < chosen.exact_layers, layer + 1 == chosen.exact_layers
 
     def project(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer) -> None:
         """Wait for the selection of the layer before, which reads the keys that lie where these will be stored."""

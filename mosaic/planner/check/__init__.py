@@ -59,14 +59,7 @@ from mosaic.errors import CheckFailed, PlanFormatError
 from mosaic.planner.check.claims import check_formula, check_trace
 from mosaic.planner.check.columns import Columns, Violation
 from mosaic.planner.check.launches import check_launches
-from mosaic.planner.check.reading import (
-    Numbers,
-    Records,
-    read_columns,
-    read_document,
-    read_skeleton,
-    read_statements,
-)
+from mosaic.planner.check.reading import Numbers, Records, read_columns, read_document, read_skeleton, read_statements
 from mosaic.planner.check.safety import prove_safe, proved_columns
 from mosaic.planner.check.settings import check_settings
 from mosaic.planner.check.unproved import Unproved, unproved_claims, unverified_operators
@@ -138,12 +131,7 @@ def check_plan(document: Mapping[str, Any], *, weights: WeightMap | None = None)
 
 
 def check_safety(document: Mapping[str, Any], *, weights: WeightMap | None = None) -> list[Violation]:
-    """List what is unsafe in a plan: what memory depends on, whatever the plan says of operators, times and the search.
-
-    Raises
-    ------
-    PlanFormatError
-        If the document is no plan or of another schema.
+    """List what is unsafe in a plan: what memory depends on, whatever it says of operators, times and the search; as `check_plan`.
 
     Examples
     --------
@@ -166,14 +154,7 @@ def _proved(document: Mapping[str, Any], found: list[Violation]) -> Columns | No
 
 
 def require_valid(document: Mapping[str, Any], *, weights: WeightMap | None = None) -> None:
-    """Raise if `check_plan` finds anything; `weights` as in `check_plan`.
-
-    Raises
-    ------
-    CheckFailed
-        With every violation's text.
-    PlanFormatError
-        If the document is no plan or of another schema.
+    """Raise `CheckFailed`, with every violation's text, if `check_plan` finds any.
 
     Examples
     --------
@@ -188,15 +169,7 @@ def require_valid(document: Mapping[str, Any], *, weights: WeightMap | None = No
 
 
 def require_safe(document: Mapping[str, Any], *, weights: WeightMap | None = None) -> None:
-    """Raise if a plan is unsafe to run; `weights` as in `check_plan`.
-
-    Raises
-    ------
-    CheckFailed
-        With every violation's text.
-    PlanFormatError
-        If the document is no plan or of another schema.
-    """
+    """Raise `CheckFailed`, with every violation's text, if `check_safety` finds any: the plan is unsafe to run."""
     violations = check_safety(document, weights=weights)
     if violations:
         raise CheckFailed(map(str, violations))

@@ -1,7 +1,7 @@
-"""A plan by columns, indexed by buffer id or op index, and what the checks derive from it on the way.
+"""A plan by columns, indexed by buffer id or op index, with what the checks derive.
 
-Columns, as looping over 500 rows of 17 fields would take half of a check's time. What no dim changes, the `Skeleton`,
-is apart from the numbers, so that what is derived of it holds for every plan that has it.
+A loop over 500 rows of 17 fields would take half of a check's time. The `Skeleton` has what no dim changes: what is derived of
+it holds for every plan that has it.
 """
 
 from __future__ import annotations

@@ -14,9 +14,7 @@ from mosaic.planner.check.reading import Work, type_names
 __all__ = ["check_launches"]
 
 _INDEX_DTYPES: Final = ("int64", "int32")
-_SYMBOLIC: Final = frozenset(
-    {"span", "keys", "page_span", "tokens"}
-)  # attributes for the cost model, which are dims or, in a plan, not stated
+_SYMBOLIC: Final = frozenset({"span", "keys", "page_span", "tokens"})  # for the cost model: dims, or not stated
 
 
 class _Axis(NamedTuple):

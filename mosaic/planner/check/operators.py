@@ -73,7 +73,7 @@ def _selection(sets: str = "sets") -> tuple[Rule, ...]:
 
 
 def _kept_rows(slot: str) -> tuple[Rule, ...]:
-    """A row of W numbers: for every slot, this one among them, those of so many rows of Q."""
+    """A row of W numbers: `rows` rows of Q for every slot, this one among them."""
     place: tuple[Rule, ...] = (("at most", f"{slot}*rows*Q+1", "W"), ("at most", "0", slot)) if slot else ()
     return ("at most", "1", "rows"), ("divides", "rows*Q", "W"), *place
 
@@ -82,10 +82,7 @@ _STATISTICS: Final = "token:int64=C maximum:float32=C second:float32=C logsumexp
 _STATISTIC_NAMES: Final = "token maximum second logsumexp entropy"
 _SAMPLE: Final = f"keys:int64=C temperature:float32=1 {_STATISTICS} sample:int64=C sample_logit:float32=C"
 _SAMPLE_NAMES: Final = f"{_STATISTIC_NAMES} sample sample_logit"
-_SUMS: Final[tuple[Rule, ...]] = (
-    ("divides", "head_size*N", "Q"),
-    ("divides", "Q", "head_size*N"),
-)  # one for each query head
+_SUMS: Final[tuple[Rule, ...]] = (("divides", "head_size*N", "Q"), ("divides", "Q", "head_size*N"))  # N query heads
 _NUMBERS: Final = (("numbers", "k", "page"),)
 _CUDNN: Final = Way(
     "cudnn", "cudnn takes one sequence without blocks, 16-bit floats and heads of 8, 16 … 128", absent=("block", "sees"),
@@ -136,7 +133,7 @@ _NOTATION: Final = {
             ("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "0", "block"), *_SUMS,
             *_kept_rows("slot"), ("divides", "head_size*V", "W"), ("divides", "W", "head_size*V"),
         ),
-        inplace="y/q",
+        inplace="y/q", invariant="invariant",
     ),
     "key_mass": _Operator(
         "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 captured:int32=B cu_keys:int32=B+1 votes:uint8=T "
@@ -157,7 +154,7 @@ _NOTATION: Final = {
         "layer:n kv_heads:n head_size:n scale:x span?:n keys?:n block?:n parts?:n", "4*span*T*Q", "R X E B Q",
         "q extents cu_extents seen cu_seqlens positions sees y kv=keys,2*kv_heads*head_size",
         rules=(("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "0", "block")),
-        inplace="y/q",
+        inplace="y/q", invariant="invariant",
     ),
     "kv_store": _Operator(
         "k:a=T,W v:a=T,W kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 cu_seqlens:int32=B+1 positions:int32=T",
@@ -217,6 +214,7 @@ _NOTATION: Final = {
         rules=(
             ("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "0", "block"), *_SUMS,
         ),
+        invariant="invariant",
     ),
     "prefix_logsumexp": _Operator(
         "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 captured:int32=B votes:uint8=T cu_seqlens:int32=B+1 "
@@ -224,6 +222,7 @@ _NOTATION: Final = {
         "layer:n kv_heads:n head_size:n scale:x span?:n keys?:n", "2*span*T*Q", "T Q R X E B N",
         "q extents cu_extents captured votes cu_seqlens logsumexp kv=keys,kv_heads*head_size",
         rules=(("divides", "kv_heads*head_size", "Q"), *_SUMS, *_kv_row("kv_heads*head_size")),
+        invariant="invariant",
     ),
     "query_change": _Operator(
         "q:a=T,Q kept:a=S,W owner:int64=B prefix:int32=B cu_seqlens:int32=B+1 positions:int32=T refreshed?:int32=B "

@@ -30,7 +30,7 @@ from mosaic.planner.check.values import check_aliases, check_fills, check_roots,
 __all__ = ["prove_safe", "proved_columns"]
 
 _derived: Final[WeakKeyDictionary[Records, Skeleton]] = WeakKeyDictionary()
-"""Skeletons of records that were sound enough to derive them; their violations are reported with every plan of theirs."""
+"""Skeletons by records; the violations of a skeleton are reported with each of its plans."""
 
 
 def prove_safe(records: Records, header: Mapping[str, Any], numbers: Numbers) -> list[Violation]:

@@ -40,15 +40,7 @@ def order_streams(plan: Skeleton) -> None:
 
 
 def check_streams(plan: Columns, roots: Mapping[str, Ids]) -> None:
-    """Check all side ops.
-
-    Parameters
-    ----------
-    plan
-        The plan, its lifetimes and placement derived.
-    roots
-        By pool, roots of which no two live at the same time at one address.
-    """
+    """Check all side ops; `roots` are, by pool, those of which no two live at the same time at one address."""
     if not plan.has_side_streams:
         return
     _check_iterations(plan)

@@ -106,9 +106,7 @@ class _Lie(NamedTuple):
     group: tuple[int, ...]
     shared: frozenset[tuple[int, int]]  # pairs, either way round, that overlap in bytes
     alike: frozenset[tuple[int, int]]  # those of them that begin at one address and have as many bytes
-    views: tuple[
-        int, ...
-    ]  # per member the first one of its alias offset, dtype and shape: equal cuts are the same bytes
+    views: tuple[int, ...]  # per member the first one of its offset, dtype and shape: equal cuts are the same bytes
     repeats: frozenset[str]  # loops that run more than once
 
     @classmethod
@@ -168,15 +166,7 @@ def _may_overwrite(plan: Skeleton, lie: _Lie, t: int, old: int, new: int) -> boo
 
 
 class _Walk:
-    """Follow an alias group's values through the program, each loop body twice, and collect stale reads.
-
-    Parameters
-    ----------
-    plan
-        What no dim changes.
-    lie
-        A root and its aliases, and how they lie to each other.
-    """
+    """Follow an alias group's values through the program, each loop body twice, and collect stale reads."""
 
     def __init__(self, plan: Skeleton, lie: _Lie) -> None:
         self._plan, self._lie, self._group = plan, lie, lie.group

@@ -51,22 +51,16 @@ class Sections:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Blocks to place (sizes above 0), row by row.
+    """Blocks to place, row by row: sizes in bytes, above 0, and the hull of each block's pieces.
 
     Parameters
     ----------
-    sizes, starts, ends : list of int
-        Bytes and the hull of each block's pieces.
     pieces : list of interval tuples or None
         The occupied intervals; None if each block has just its hull.
     alignments : list of int or None
-        None if every sum of sizes is aligned anyway, so that solvers may forget about it.
+        None if every sum of sizes is aligned anyway.
     pins : list of int or None
         Given offsets; None if there are none.
-    lower_bound : int
-        Bytes.
-    problem : Problem
-        What the blocks were made of.
     """
 
     sizes: list[int]

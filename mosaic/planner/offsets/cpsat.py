@@ -18,12 +18,7 @@ __all__ = ["solve_cpsat"]
 
 
 def solve_cpsat(blocks: Blocks, best: Incumbent, *, timeout_s: float | None, seed: int, workers: int = 2) -> Outcome:
-    """Minimise the peak, starting from the best answer known.
-
-    Parameters
-    ----------
-    timeout_s : float, optional
-        Seconds; without it, a deterministic limit of CP-SAT's own and one worker.
+    """Minimise the peak, starting from the best answer known; without a timeout by CP-SAT's deterministic limit and one worker.
 
     Raises
     ------

@@ -34,14 +34,8 @@ _OUT = -1
 class Ejection:
     """A placement of most blocks under a target, and a stack of the blocks that are out; goes on wherever it stopped.
 
-    Deterministic. Small blocks, half of what a program has, come last: they find room between the others.
-
-    Parameters
-    ----------
-    blocks : Blocks
-        Without gaps and pins.
-    offsets : sequence of int
-        A valid placement to start from, one offset in bytes per block.
+    Deterministic. It starts from a valid placement of blocks without gaps and pins. Small blocks, half of what a program has,
+    come last: they find room between the others.
 
     Examples
     --------
@@ -158,12 +152,7 @@ class Ejection:
 def squeeze(blocks: Blocks, best: Incumbent, steps: int | None) -> None:
     """Ask for a target near the goal (bound or capacity), for a nearer one when it is met, for less when the search gets stuck.
 
-    Parameters
-    ----------
-    best : Incumbent
-        Holds an answer to start from; gets what is found.
-    steps : int, optional
-        Blocks to put back at most; without a number, until the incumbent is late.
+    `best` holds an answer to start from. At most `steps` blocks are put back, or any number until `best` is late.
     """
     assert best.offsets is not None
     search = Ejection(blocks, best.offsets)

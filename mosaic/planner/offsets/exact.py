@@ -46,8 +46,6 @@ class Search:
 
     Parameters
     ----------
-    layout : Layout
-        From `layout_of`; shared by searches of other capacities.
     capacity : int
         Bytes: the largest peak asked for.
     fast : bool
@@ -55,7 +53,7 @@ class Search:
     lane : int
         Searches of other lanes begin with other rules and draw other orders.
     turn : int, optional
-        Placements of the shortest turn; 1,000 for even lanes and 8,000 for odd ones if left out.
+        Placements of the shortest turn; by default `_TURNS` of the lane.
 
     Examples
     --------

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 
 from .blocks import Blocks, Tick, on
-from .first_fit import first_fit_in_order
+from .stacked import place_in_order
 
 __all__ = ["greedy_by_area", "greedy_by_conflicts", "greedy_by_size"]
 
@@ -33,7 +33,7 @@ def greedy_by_conflicts(blocks: Blocks, tick: Tick = on) -> list[int]:
 
 
 def _largest_first(blocks: Blocks, key: Callable[[int], tuple[int, ...]], tick: Tick) -> list[int]:
-    return first_fit_in_order(blocks, sorted(range(len(blocks)), key=key), tick)
+    return place_in_order(blocks, sorted(range(len(blocks)), key=key), best=False, tick=tick)
 
 
 def _degrees(blocks: Blocks) -> list[int]:

@@ -31,10 +31,7 @@ class Outcome:
 
 
 class Incumbent:
-    """Collects answers and refutations for one problem.
-
-    The clock is read only if a timeout is given.
-    """
+    """Collects answers and refutations for one problem; the clock is read only if a timeout is given."""
 
     def __init__(self, blocks: Blocks, timeout_s: float | None) -> None:
         self._blocks = blocks
@@ -70,8 +67,7 @@ class Incumbent:
 
     @property
     def done(self) -> bool:
-        """True if nothing better can exist, or is asked for: a given capacity is reached, or proven too small, and a better miss
-        is no use to anyone."""
+        """True if nothing better can exist or is asked for: a given capacity is reached, or proven too small."""
         capacity = self._blocks.capacity
         return self.offsets is not None and (self.peak <= self.goal or (capacity is not None and capacity < self.bound))
 

@@ -23,14 +23,10 @@ _SALTS_SEED: Final = 20240427
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Blocks as columns of integers; pinned blocks are left out.
+    """Blocks as columns of integers, without pinned ones; `rows` are the blocks in the order of the first preorder.
 
     Parameters
     ----------
-    rows : list of int
-        The block of each row, first by the first preorder.
-    num_sections : int
-        Sections of time.
     columns : dict of str to list of int
         Per row: starts (where it may lie at the lowest), sizes, alignments, first and last section, twins, salts; what it
         lists: pieces, neighbours (near), pinned neighbours. Per section: totals, crossing, and lists of rows.

@@ -23,16 +23,7 @@ _MEMORY = 1000  # steps back that late acceptance compares with
 class LocalSearch:
     """An improving order, which goes on wherever it stopped; deterministic for a seed.
 
-    Parameters
-    ----------
-    layout : Layout
-        From `layout_of`.
-    offsets : sequence of int
-        The assignment to start from, one offset per block.
-    seed : int
-        Of the random moves.
-    fast : bool
-        Compile with numba.
+    It starts from an assignment, one offset per block; `fast` compiles it with numba.
     """
 
     def __init__(self, blocks: Blocks, layout: Layout, offsets: Sequence[int], *, seed: int, fast: bool) -> None:

@@ -120,14 +120,7 @@ def memory_of(
 ) -> Any:
     """Return the memory of a search that has not begun: an int64 array if `fast`, else a list.
 
-    Parameters
-    ----------
-    records : sequence of int
-        From `records_of`.
-    parts : sequence of (first section, end, rows)
-        Stretches of time that no row leaves.
-    capacity : int
-        Bytes.
+    `records` are from `records_of`, `parts` (first section, end, rows) the stretches of time that no row leaves.
     """
     first_section, sections_end = int(records[FIRST_SECTION]), int(records[SECTIONS_END])
     num_rows = (first_section - NUM_REGISTERS) // ROW_WIDTH

@@ -19,7 +19,7 @@ from mosaic.files import write_atomic
 
 from .problem import BufferId, Interval, Problem, Solution
 
-__all__ = ["capacity_of_name", "names_end", "read_csv", "read_offsets", "write_csv"]
+__all__ = ["capacity_of_name", "names_end", "read_csv", "write_csv"]
 
 _NAMES = {
     "id": "id", "buffer": "id", "buffer_id": "id",
@@ -57,7 +57,7 @@ def read_csv(
     inclusive_end : bool
         The upper ends are last times, as in files of MiniMalloc with a column `end`.
     pin : bool
-        Take an `offset` column as given offsets. Otherwise it is ignored; see `read_offsets`.
+        Take an `offset` column as given offsets. Otherwise it is ignored.
 
     Raises
     ------
@@ -84,12 +84,6 @@ def read_csv(
 def names_end(path: str | os.PathLike[str]) -> bool:
     """Return whether the header calls the upper end `end`, which MiniMalloc reads as inclusive."""
     return "end" in _Table(path, only_header=True).header
-
-
-def read_offsets(path: str | os.PathLike[str]) -> tuple[int, ...] | None:
-    """Return the `offset` column of a file in bytes, or None if it has none; for checking a foreign answer."""
-    table = _Table(path)
-    return tuple(table.ints("offset")) if "offset" in table.columns else None
 
 
 def write_csv(path: str | os.PathLike[str], problem: Problem, solution: Solution | None = None) -> None:

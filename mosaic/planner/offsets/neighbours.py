@@ -15,12 +15,7 @@ Int64s = NDArray[np.int64]
 
 
 class Neighbours:
-    """Lifetimes in the order of their starts; some 20 us to list 500 neighbours of one among 20,000.
-
-    Parameters
-    ----------
-    starts, ends : sequence of int
-        Half-open lifetimes.
+    """Half-open lifetimes in the order of their starts; some 20 us to list 500 neighbours of one among 20,000.
 
     Examples
     --------

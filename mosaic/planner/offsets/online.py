@@ -1,4 +1,4 @@
-"""Placing blocks in program order, as a run-time allocator does: only what is live matters, and the holes between."""
+"""First fit and best fit in program order, as a run-time allocator places: only what is live matters, and the holes between."""
 
 from __future__ import annotations
 
@@ -6,8 +6,25 @@ from bisect import bisect_left
 from heapq import heappop, heappush
 
 from .blocks import Blocks, Tick, on, paced
+from .stacked import place_in_order
 
-__all__ = ["place_online", "program_order"]
+__all__ = ["best_fit", "first_fit", "place_online", "program_order"]
+
+
+def first_fit(blocks: Blocks, tick: Tick = on) -> list[int]:
+    """Place blocks by start time, each in the lowest hole."""
+    return _by_start(blocks, tick, best=False)
+
+
+def best_fit(blocks: Blocks, tick: Tick = on) -> list[int]:
+    """Place blocks by start time, each in the smallest hole that holds it; above all if none does."""
+    return _by_start(blocks, tick, best=True)
+
+
+def _by_start(blocks: Blocks, tick: Tick, *, best: bool) -> list[int]:
+    if blocks.plain:
+        return place_online(blocks, best=best, tick=tick)
+    return place_in_order(blocks, program_order(blocks), best=best, tick=tick)
 
 
 def program_order(blocks: Blocks) -> list[int]:

@@ -17,15 +17,14 @@ from types import MappingProxyType
 from mosaic.errors import MosaicError, UnknownName
 
 from . import compiled
-from .best_fit import best_fit
 from .blocks import Blocks, Tick, blocks_of
 from .branching import advance
 from .ejection import squeeze
 from .exact import FAILED, LANES, RUNNING, SOLVED, Layout, Search, layout_of
-from .first_fit import first_fit
 from .greedy import greedy_by_area, greedy_by_conflicts, greedy_by_size
 from .incumbent import Incumbent, OutOfTime
 from .local_search import LocalSearch
+from .online import best_fit, first_fit
 from .periodic import fold
 from .problem import Problem, Solution
 from .skyline import PREORDERS, skyline
@@ -62,7 +61,7 @@ _WINDOW_BLOCKS = 150  # one period of a model is 10 to 30
 _RUNGS = 5  # capacities asked for at the same time
 _FIRST_TURN, _LONGEST_TURN, _STRIDE = 500, 8_000, 100
 _MOVES_PER_NODE = 0.25  # local search: a move costs about four placements
-_SCAN_S, _LAYOUT_S = 4e-9, 8e-6  # seconds a pair of blocks takes, at most: to scan, and to lay out for exact search
+_LAYOUT_S = 8e-6  # seconds at most that a pair of blocks takes to be laid out for exact search
 _NODES_PER_EJECTION = 20  # putting back one block among thousands takes as long as that many placements
 _MANY_BLOCKS, _MANY_PAIRS, _MANY_CELLS = 3_000, 3_000_000, 9_000_000  # above these, exact search takes too much memory
 
@@ -154,8 +153,7 @@ def _cheap(blocks: Blocks, best: Incumbent) -> Iterator[tuple[str, list[int]]]:
     """Yield heuristic answers, the likeliest to reach the lower bound first; of many blocks, the quickest first."""
     if len(blocks) > _MANY_BLOCKS:
         yield "best_fit", best_fit(blocks)  # some answer there has to be, however late it is
-        if best.seconds_left > _SCAN_S * len(blocks) ** 2:
-            yield "greedy_by_size", greedy_by_size(blocks, best.tick)
+        yield "greedy_by_size", greedy_by_size(blocks, best.tick)
         yield "first_fit", first_fit(blocks, best.tick)
         return
     yield "greedy_by_size", greedy_by_size(blocks, best.tick)
@@ -334,12 +332,7 @@ def _take_turn(task: Search, *, quota: int, best: Incumbent) -> int:
 def capacities_to_ask(held: Sequence[int], bound: int, peak: int, step: int, capacity: int | None) -> list[int]:
     """Return the capacities to ask for: the bound, then the given capacity, else steps between bound and peak.
 
-    Parameters
-    ----------
-    held : sequence of int
-        Capacities in bytes that were asked for so far.
-    step : int
-        Bytes that divide every peak.
+    `held` are the capacities asked for so far, `step` bytes divide every peak.
 
     Examples
     --------

@@ -1,9 +1,8 @@
 """The offset-assignment problem and its answer, stated in types.
 
-Times are integers in op index (or any unit), lifetimes half-open `[start, end)`;
-sizes and offsets are bytes, addresses half-open `[offset, offset + size)`. Two
-buffers that hold a value at the same time must not share an address. Everything
-is a Python int: bytes never pass through a float.
+Times are integers in op index (or any unit), lifetimes half-open `[start, end)`; sizes and offsets are bytes, addresses
+half-open `[offset, offset + size)`. Two buffers that hold a value at the same time must not share an address. Everything is a
+Python int: bytes never pass through a float.
 """
 
 from __future__ import annotations
@@ -184,19 +183,15 @@ class Solution:
     ----------
     offsets : tuple of int
         Bytes, in the problem's row order.
-    peak_bytes : int
-        The largest `offset + size`.
-    lower_bound_bytes : int
-        The largest live set: no assignment can be below it.
+    peak_bytes, lower_bound_bytes : int
+        The largest `offset + size`, and the largest live set, which no assignment can be below.
     optimal : bool
         True if the peak equals the lower bound (a certificate that anyone can check) or if an exhaustive search
         refuted every smaller peak.
     solver : str
         The solver that found the offsets.
     seconds : float
-        Wall time, where a `timeout_s` was given; else 0.0, since the planner never reads the clock.
-    capacity : int, optional
-        The problem's capacity.
+        Wall time if a `timeout_s` was given; else 0.0, since the planner never reads the clock.
     proven_bound_bytes : int
         The largest value below which no peak can lie, by the lower bound or by exhaustion.
     history : tuple of (float, int)
@@ -222,20 +217,6 @@ class Solution:
     def infeasible(self) -> bool:
         """True if it is proven that nothing fits the capacity."""
         return self.capacity is not None and max(self.lower_bound_bytes, self.proven_bound_bytes) > self.capacity
-
-    def to_json(self) -> dict[str, object]:
-        """Return the answer as plain JSON types, offsets last."""
-        return {
-            "peak_bytes": self.peak_bytes,
-            "lower_bound_bytes": self.lower_bound_bytes,
-            "capacity": self.capacity,
-            "capacity_reached": self.capacity_reached,
-            "infeasible": self.infeasible,
-            "solver": self.solver,
-            "optimal": self.optimal,
-            "seconds": round(self.seconds, 6),
-            "offsets": list(self.offsets),
-        }
 
 
 def lower_bound(problem: Problem) -> int:

@@ -1,7 +1,7 @@
 """Placing blocks one by one into the holes between those already placed.
 
-Three routes to the same answer: conflict lists for hundreds of blocks (pure Python beats NumPy there), neighbours
-looked up one placement at a time for tens of thousands, and for plain ones a scan compiled where numba is installed.
+Two routes to the same answer: conflict lists for hundreds of blocks (pure Python beats NumPy there), and neighbours looked up
+one placement at a time for tens of thousands.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from . import compiled, kernels
 from .blocks import Blocks, Tick, on, paced
 from .neighbours import Neighbours
 
@@ -28,18 +27,11 @@ def place_in_order(
     """Place blocks in the given order into the lowest (or, if `best`, the smallest) hole; pinned blocks come first.
 
     With more than `many_pairs` pairs that share time, neighbours are not listed but looked up.
-
-    Returns
-    -------
-    list of int
-        Offsets in bytes.
     """
     if blocks.pins is not None:
         pinned = [row for row, pin in enumerate(blocks.pins) if pin is not None]
         order = [*pinned, *(row for row in order if blocks.pins[row] is None)]
     if blocks.num_pairs > many_pairs:
-        if blocks.plain and not best and compiled.available():
-            return _scan_all(blocks, order)
         return _among_neighbours(blocks, order, best, tick)
     return _with_conflict_lists(blocks, order, best, tick)
 
@@ -75,13 +67,6 @@ def _best_hole(around: list[tuple[int, int]], size: int, alignment: int) -> int:
         if top > offset:
             offset = top + -top % alignment
     return min(holes)[1] if holes else offset
-
-
-def _scan_all(blocks: Blocks, order: Sequence[int]) -> list[int]:
-    columns = [np.array(column, np.int64) for column in (order, blocks.sizes, blocks.starts, blocks.ends)]
-    offsets: Int64s = compiled.compiled(kernels.first_fit_scan)(*columns)
-    found: list[int] = offsets.tolist()
-    return found
 
 
 def _among_neighbours(blocks: Blocks, order: Sequence[int], best: bool, tick: Tick) -> list[int]:

@@ -26,11 +26,6 @@ Column = NDArray[Any]
 class Guard:
     """Says what is wrong with offsets for a problem, if anything; built once, asked for every answer.
 
-    Parameters
-    ----------
-    problem : Problem
-        Its lifetimes, gaps, alignments, pins and aliases; its sizes too, unless others are given when asked.
-
     Examples
     --------
     >>> guard = Guard(Problem(sizes=[4, 4], starts=[0, 1], ends=[2, 3]))
@@ -48,12 +43,8 @@ class Guard:
     def fault(self, offsets: Sequence[int] | Column, sizes: Sequence[int] | Column | None = None) -> str | None:
         """Return the first thing found wrong with the offsets, or None.
 
-        Parameters
-        ----------
-        offsets : sequence of int or array int64 [n]
-            Bytes, in the problem's row order.
-        sizes : sequence of int or array int64 [n], optional
-            Bytes; the problem's own if left out.
+        Offsets and sizes are sequences of int or int64 arrays [n], bytes in the problem's row order; sizes are the problem's by
+        default.
         """
         if len(offsets) != len(self._problem):
             return f"{len(offsets)} offsets for {len(self._problem)} buffers"

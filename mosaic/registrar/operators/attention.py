@@ -11,42 +11,18 @@ from __future__ import annotations
 
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, divides, exact, require
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
 from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, Tile, Tiled, Tiles, attention_tiles, compute_dtype
 
 
-def infer(
-    q: Spec, k: Spec, v: Spec, cu_seqlens: Spec, sees: Spec | None = None, *, head_size: int, scale: float, span: Dim,
-    block: int = 0,
-) -> tuple[Spec]:  # fmt: skip
-    require(k.shape == v.shape, f"k and v must have one shape, not {k} and {v}")
-    for name, width in (("q", q.shape[-1]), ("k", k.shape[-1])):
-        require(divides(head_size, width), f"{name} must have heads of {head_size}, it has {width} columns")
-    heads, groups = heads_of(q, head_size), heads_of(k, head_size)
-    require(divides(groups, heads), f"{heads} query heads do not divide into {groups} groups")
+def rules(*, block: int, sees: Spec | None, **_: object) -> None:
     require(block >= 0, f"block must be a number of rows, or 0 for none, not {block}")
-    require_sees(q, sees, block)
-    return (q,)
+    require_sees(sees, block)
 
 
-def require_sees(q: Spec, sees: Spec | None, block: int) -> None:
-    """Refuse what does not say which keys each row sees, and a block beside it."""
-    if sees is not None:
-        require(sees == Spec((q.shape[0], 2), "int32"), f"sees must be int32[{q.shape[0]}, 2], not {sees}")
-        require(block == 0, "sees says which keys a row sees, so there is no block")
-
-
-def heads_of(x: Spec, head_size: int) -> Dim:
-    return exact(x.shape[-1]) / head_size
-
-
-def flops(q: Spec, *, span: Dim, **_: object) -> Dim:
-    return 4 * span * q.elements
-
-
-def query_rows_and_heads(q: Spec, *, head_size: int, **_: object) -> Dim:
-    """Return the launch's query rows times heads, which its rate goes by: they fill a GPU."""
-    return q.shape[0] * heads_of(q, head_size)
+def require_sees(sees: Spec | None, block: int) -> None:
+    """Refuse a block beside what says which keys each row sees."""
+    require(sees is None or block == 0, "sees says which keys a row sees, so there is no block")
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -76,14 +52,16 @@ def one_sequence(specs: Specs, attrs: Attrs) -> bool:
 
 OPERATOR = Operator(
     name="attention",
-    reads=("q", "k", "v", "cu_seqlens", "sees?"),
-    writes=("y",),
-    whole=frozenset({"k", "v"}),
+    operands="""
+        q:a[T, G*K*head_size] k@:a[S, K*head_size] v@:a[S, K*head_size] cu_seqlens:i32[B+1] sees?:i32[T, 2]
+        -> y:a[T, G*K*head_size]
+    """,
+    attrs="head_size scale span block=0",
     inplace=(("y", "q"),),
-    infer=infer,
-    flops=flops,
+    rules=rules,
+    flops="4*span*q",
     rate="attention",
-    rate_rows=query_rows_and_heads,
+    rate_rows="T*G*K",
     implementations=(
         Implementation(
             name="cpu", backend="cpu", kernel="mosaic.kernels.attention", scratch=Tiled(tiles), row_origin="q"

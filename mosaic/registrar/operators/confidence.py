@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from mosaic.registrar.operator import Dim, Implementation, Operator, Spec, require
-
-
-def infer(maximum: Spec, logsumexp: Spec) -> tuple[Spec]:
-    require(maximum == logsumexp, "maximum and logsumexp must agree in shape and dtype")
-    return (maximum,)
-
-
-def flops(maximum: Spec, logsumexp: Spec) -> Dim:
-    return 2 * maximum.elements
-
+from mosaic.registrar.operator import Implementation, Operator
 
 OPERATOR = Operator(
     name="confidence",
-    reads=("maximum", "logsumexp"),
-    writes=("y",),
-    infer=infer,
-    flops=flops,
+    operands="maximum:a[*M] logsumexp:a[*M] -> y:a[*M]",
+    flops="2*maximum",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.confidence"),
         Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.confidence"),

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from mosaic.registrar.operator import Implementation, Operator, Spec
-
-
-def infer(x: Spec) -> tuple[Spec]:
-    return (x,)
-
+from mosaic.registrar.operator import Implementation, Operator
 
 OPERATOR = Operator(
     name="copy",
-    reads=("x",),
-    writes=("y",),
-    infer=infer,
+    operands="x:a[*T] -> y:a[*T]",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.copy"),
         Implementation(

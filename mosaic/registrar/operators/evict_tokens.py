@@ -31,8 +31,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
-from mosaic.registrar.operators.token_importance import require_blocks
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, require
 
 READS = (
     "before", "after", "listed", "first", "progress", "status", "positions", "cu_seqlens", "decoded", "owner", "state",
@@ -45,32 +44,9 @@ PLACEHOLDERS: Final = ("masked", "unprocessed")
 RANKS: Final = ("importance", "bottom")
 
 
-def infer(
-    before: Spec, after: Spec, listed: Spec, first: Spec, progress: Spec, status: Spec, positions: Spec, cu_seqlens: Spec,
-    decoded: Spec, owner: Spec, state: Spec, ranks: Spec | None = None,
-    *, alpha: float, history: str, threshold: str, placeholders: str, weight: float = 0.0,
-    keep: int = 0, rank: str = "importance",
-) -> tuple[Spec, Spec, Spec, Spec]:  # fmt: skip
-    require_blocks(cu_seqlens, first, listed)
-    sequences, block = listed.shape
-    shape = (sequences, after.shape[1] if len(after.shape) == 3 else 0, block)
-    for name, spec in (("before", before), ("after", after)):
-        require(spec == Spec(shape, "float32"), f"{name} must be float32[{sequences}, KV heads, {block}], not {spec}")
-    require(len(status.shape) == 1 and status.dtype == "uint8", f"status must be uint8[T], not {status}")
-    require(
-        positions == Spec(status.shape, "int32"), f"positions must be int32 for each row of status, not {positions}"
-    )
-    for name, spec in (("progress", progress), ("decoded", decoded)):
-        require(spec == first, f"{name} must be {first} as first is, not {spec}")
-    require(owner == Spec(first.shape, "int64"), f"owner must be int64[{sequences}], not {owner}")
-    require(
-        len(state.shape) == 2 and state == Spec((state.shape[0], 2), "float32"),
-        f"state must be float32[rows, 2], not {state}",
-    )
-    if ranks is not None:
-        require(
-            ranks == Spec((sequences, block), "float32"), f"ranks must be float32[{sequences}, {block}], not {ranks}"
-        )
+def rules(
+    *, alpha: float, history: str, threshold: str, placeholders: str, weight: float, keep: int, rank: str, **_: object
+) -> None:
     for what, value, known in (
         ("history", history, HISTORIES),
         ("threshold", threshold, THRESHOLDS),
@@ -81,12 +57,6 @@ def infer(
     require(alpha >= 1, f"alpha must be at least 1, not {alpha}")
     require(0 <= weight <= 1, f"weight must be a share, not {weight}")
     require(keep >= 0, f"keep must be a number of rows, not {keep}")
-    return Spec(status.shape, "int64"), cu_seqlens, Spec((1,), "int64"), first
-
-
-def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
-    """Count of the state what the step's sequences have."""
-    return 8 * specs["owner"].shape[0] + sum(spec.bytes for name, spec in specs.items() if name != "state")
 
 
 def flags(specs: Specs, attrs: Attrs) -> Dim:
@@ -96,12 +66,14 @@ def flags(specs: Specs, attrs: Attrs) -> Dim:
 
 OPERATOR = Operator(
     name="evict_tokens",
-    reads=(*READS[:-1], "ranks?"),
-    writes=("rows", "bounds", "total", "seen"),
-    updates=("state",),
-    whole=frozenset(READS),
-    infer=infer,
-    bytes_moved=bytes_moved,
+    operands="""
+        before@#:f32[B, K, P] after@#:f32[B, K, P] listed@#:i32[B, P] first@:i32[B] progress@:i32[B] status@:u8[T]
+        positions@:i32[T] cu_seqlens@:i32[B+1] decoded@:i32[B] owner@:i64[B] state!@:f32[E, 2] ranks?@#:f32[B, P]
+        -> rows:i64[T] bounds:i32[B+1] total:i64[1] seen:i32[B]
+    """,
+    attrs="alpha history threshold placeholders weight=0.0 keep=0 rank='importance'",
+    rules=rules,
+    moved={"state": "2*B"},
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.evict_tokens"),
         Implementation(

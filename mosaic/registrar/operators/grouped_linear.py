@@ -2,27 +2,8 @@
 
 from __future__ import annotations
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, exact, require
+from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
 from mosaic.registrar.tiles import Tiled, Tiles, linear_tiles
-
-
-def infer(x: Spec, weight: Spec, offsets: Spec) -> tuple[Spec]:
-    require(len(weight.shape) == 3 and weight.shape[2] == x.shape[-1], f"weight must be [experts, out, {x.shape[-1]}]")
-    require(offsets.shape == (weight.shape[0] + 1,), f"offsets must be [{weight.shape[0] + 1}]")
-    return (Spec((x.shape[0], weight.shape[1]), x.dtype),)
-
-
-def flops(x: Spec, weight: Spec, offsets: Spec) -> Dim:
-    return 2 * x.elements * weight.shape[1]
-
-
-def rows_per_expert(x: Spec, weight: Spec, offsets: Spec) -> Dim:
-    """Return the average expert's rows: the rate is that of a GEMM with as many."""
-    return exact(x.shape[0]) / weight.shape[0]
-
-
-def columns(x: Spec, weight: Spec, offsets: Spec) -> Dim:
-    return weight.shape[1]
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -31,13 +12,11 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 OPERATOR = Operator(
     name="grouped_linear",
-    reads=("x", "weight", "offsets"),
-    writes=("y",),
-    infer=infer,
-    flops=flops,
+    operands="x:a[R, I] weight:a[E, O, I] offsets:i64[E+1] -> y:a[R, O]",
+    flops="2*R*I*O",
     rate="gemm",
-    rate_rows=rows_per_expert,
-    rate_columns=columns,
+    rate_rows="R/E",
+    rate_columns="O",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.grouped_linear", scratch=Tiled(tiles)),
         Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.grouped_linear"),

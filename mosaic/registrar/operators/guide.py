@@ -6,20 +6,8 @@ on the device; 0 leaves the conditional rows.
 
 from __future__ import annotations
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
 from mosaic.registrar.tiles import TILE_ROWS, Tile, Tiled, Tiles, compute_dtype
-
-
-def infer(x: Spec, uncond: Spec, guidance: Spec) -> tuple[()]:
-    require(
-        len(x.shape) == 2 and x == uncond, f"x and uncond must be matrices of one shape and dtype, not {x} and {uncond}"
-    )
-    require(guidance == Spec((1,), "float32"), "guidance must be float32[1]")
-    return ()
-
-
-def flops(x: Spec, uncond: Spec, guidance: Spec) -> Dim:
-    return 3 * x.elements
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -30,11 +18,8 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 OPERATOR = Operator(
     name="guide",
-    reads=("x", "uncond", "guidance"),
-    updates=("x",),
-    whole=frozenset({"guidance"}),
-    infer=infer,
-    flops=flops,
+    operands="x!:a[C, D] uncond:a[C, D] guidance@:f32[1]",
+    flops="3*x",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.guide", scratch=Tiled(tiles)),
         Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.guide"),

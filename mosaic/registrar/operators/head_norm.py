@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, divides, require
+from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
 from mosaic.registrar.tiles import Tiled, Tiles, norm_tiles
-
-
-def infer(x: Spec, weight: Spec, *, eps: float) -> tuple[()]:
-    size = weight.shape[0]
-    require(divides(size, x.shape[-1]), f"x must have heads of {size}, it has {x.shape[-1]} columns")
-    return ()
-
-
-def flops(x: Spec, weight: Spec, *, eps: float) -> Dim:
-    return 4 * x.elements
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -23,10 +13,9 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 OPERATOR = Operator(
     name="head_norm",
-    reads=("x", "weight"),
-    updates=("x",),
-    infer=infer,
-    flops=flops,
+    operands="x!:a[*T, N*H] weight:a[H]",
+    attrs="eps",
+    flops="4*x",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.head_norm", scratch=Tiled(tiles)),
         Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.head_norm"),

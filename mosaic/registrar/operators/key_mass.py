@@ -21,72 +21,34 @@ from __future__ import annotations
 
 from typing import Final
 
-from mosaic.registrar.dtypes import ITEMSIZE
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, divides, exact, require
-from mosaic.registrar.operators.kv_store import require_extents, require_layer
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.operators.kv_store import KV, require_layer
 from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, SCORES, Tile, Tiled, Tiles, compute_dtype
 
 STATISTICS: Final = ("mean", "max", "worst")
 
 
-def infer(
-    q: Spec, kv: Spec, extents: Spec, cu_extents: Spec, captured: Spec, cu_keys: Spec, votes: Spec, cu_seqlens: Spec,
-    logsumexp: Spec, positions: Spec | None = None,
-    *, layer: int, kv_heads: int, head_size: int, scale: float, sets: int, columns: Dim, span: Dim, statistic: str = "mean",
-    block: int = 0, rows: int = 0, tiles: int = 1,
-) -> tuple[Spec]:  # fmt: skip
-    require(kv.dtype == q.dtype, f"kv must be {q.dtype} as q is, not {kv.dtype}")
-    require_sets(q, kv_heads, head_size, sets)
-    require_layer(kv, layer, kv_heads * head_size)
-    require_extents(extents, cu_extents, cu_seqlens)
-    require_prefixes(captured, cu_seqlens)
-    require(cu_keys == cu_seqlens, f"cu_keys must be {cu_seqlens} as cu_seqlens is, not {cu_keys}")
-    require(votes == Spec(q.shape[:1], "uint8"), f"votes must be uint8[{q.shape[0]}], not {votes}")
-    of_rows = Spec((q.shape[0], exact(q.shape[1]) / head_size), "float32")
-    require(logsumexp == of_rows, f"logsumexp must be {of_rows}, not {logsumexp}")
-    require_tiles(q, positions, block, rows, tiles)
-    require(statistic in STATISTICS, f"statistic must be one of {', '.join(STATISTICS)}, not '{statistic}'")
-    return (Spec((sets * tiles, columns), "float32"),)
+def rules(
+    *, L: Dim, layer: int, kv_heads: int, sets: int, statistic: str, positions: Spec | None, block: int, rows: int, tiles: int,
+    **_: object,
+) -> None:  # fmt: skip
+    require_layer("kv", L, layer)
+    require_sets(kv_heads, sets, statistic)
+    require((positions is None) == (rows == 0), "positions go with tiles of rows")
+    require_tiles(block, rows, tiles)
 
 
-def require_tiles(q: Spec, positions: Spec | None, block: int, rows: int, tiles: int) -> None:
-    """Refuse tiles of rows that a block is not cut into, and rows of which it is not known where they are."""
+def require_tiles(block: int, rows: int, tiles: int) -> None:
+    """Refuse tiles of rows that a block is not cut into."""
     require(rows >= 0, f"rows must be those of a tile, or 0 for no tiles, not {rows}")
     count = -(-block // rows) if rows else 1
     require(tiles == count > 0, f"tiles must be {count}, of {rows} rows of a block of {block}, not {tiles}")
-    where = Spec(q.shape[:1], "int32") if rows else None
-    require(positions == where, f"positions must be {where}, not {positions}")
 
 
-def require_sets(q: Spec, kv_heads: int, head_size: int, sets: int) -> None:
-    """Refuse queries without all heads, and sets that have no equal number of heads of one key-value head each."""
-    columns = exact(q.shape[-1])
-    require(
-        len(q.shape) == 2 and bool(columns.is_Integer) and columns % (kv_heads * head_size) == 0,
-        f"q must have all heads of {head_size} for {kv_heads} KV heads, it has {columns} columns",
-    )
-    require(
-        sets > 0 and divides(kv_heads, sets) and divides(sets * head_size, columns),
-        f"sets must be a multiple of the {kv_heads} KV heads that divides the {columns / head_size} query heads, not {sets}",
-    )
-
-
-def require_prefixes(captured: Spec, cu_seqlens: Spec) -> None:
-    """Refuse what does not say how long each sequence's prefix is."""
-    sequences = cu_seqlens.shape[0] - 1
-    require(captured == Spec((sequences,), "int32"), f"captured must be int32[{sequences}], not {captured}")
-
-
-def flops(q: Spec, *, span: Dim, **_: object) -> Dim:
-    """Count the scores."""
-    return 2 * span * q.elements
-
-
-def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
-    """Count every key of a prefix once for each tile, and no values."""
-    width = attrs["kv_heads"] * attrs["head_size"] * attrs.get("tiles", 1)
-    keys = specs["mass"].shape[1] * width * ITEMSIZE[specs["kv"].dtype]
-    return keys + sum(spec.bytes for name, spec in specs.items() if name != "kv")
+def require_sets(kv_heads: int, sets: int, statistic: str = "mean") -> None:
+    """Refuse sets of heads that have no key-value head of their own, and a statistic that is not known."""
+    require(sets > 0 and sets % kv_heads == 0, f"sets must be a multiple of the {kv_heads} KV heads, not {sets}")
+    require(statistic in STATISTICS, f"statistic must be one of {', '.join(STATISTICS)}, not '{statistic}'")
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -106,16 +68,16 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 OPERATOR = Operator(
     name="key_mass",
-    reads=("q", "kv", "extents", "cu_extents", "captured", "cu_keys", "votes", "cu_seqlens", "logsumexp", "positions?"),
-    writes=("mass",),
-    whole=frozenset(
-        {"q", "kv", "extents", "cu_extents", "captured", "cu_keys", "votes", "cu_seqlens", "logsumexp", "positions"}
-    ),
-    infer=infer,
-    flops=flops,
-    bytes_moved=bytes_moved,
+    operands=f"""
+        q@:a[T, M*sets*head_size] {KV} captured@:i32[B] cu_keys@:i32[B+1] votes@:u8[T] cu_seqlens@:i32[B+1]
+        logsumexp@:f32[T, M*sets] positions?@:i32[T] -> mass:f32[sets*tiles, columns]
+    """,
+    attrs="layer kv_heads head_size scale sets columns span statistic='mean' block=0 rows=0 tiles=1",
+    rules=rules,
+    flops="2*span*q",
+    moved={"kv": "columns*kv_heads*head_size*tiles"},
     rate="attention",
-    rate_rows=lambda q, *, head_size, **_: q.shape[0] * (exact(q.shape[-1]) / head_size),
+    rate_rows="T*M*sets",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.key_mass", scratch=Tiled(tiles)),
         Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.key_mass"),

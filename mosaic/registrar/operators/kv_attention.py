@@ -16,50 +16,23 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from mosaic.registrar.dtypes import ITEMSIZE
 from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, exact, require
 from mosaic.registrar.operators.attention import require_sees
-from mosaic.registrar.operators.kv_store import require_extents, require_layer
+from mosaic.registrar.operators.kv_store import KV, require_layer
 from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, Tile, Tiled, Tiles, attention_tiles, compute_dtype
 
+QUERIES: Final = f"q:a[T, G*kv_heads*head_size] {KV} seen@:i32[B] cu_seqlens@:i32[B+1] positions:i32[T]"
+ATTRS: Final = "layer kv_heads head_size scale span keys block=0 parts=1"
+SEEN: Final = {"kv": "2*keys*kv_heads*head_size"}
+"""Every key that is seen counts once, and only this layer's part of its row."""
 
-def infer(
-    q: Spec, kv: Spec, extents: Spec, cu_extents: Spec, seen: Spec, cu_seqlens: Spec, positions: Spec,
-    sees: Spec | None = None, *, layer: int, kv_heads: int, head_size: int, scale: float, span: Dim, keys: Dim, block: int = 0,
-    parts: Dim = 1,
-) -> tuple[Spec]:  # fmt: skip
-    width = kv_heads * head_size
-    columns = exact(q.shape[-1])
-    require(
-        len(q.shape) == 2 and bool(columns.is_Integer) and columns % width == 0,
-        f"q must have all heads of {head_size} for {kv_heads} KV heads, it has {columns} columns",
-    )
-    require(kv.dtype == q.dtype, f"kv must be {q.dtype} as q is, not {kv.dtype}")
-    require_layer(kv, layer, width)
-    require_extents(extents, cu_extents, cu_seqlens)
-    sequences = cu_seqlens.shape[0] - 1
-    require(seen == Spec((sequences,), "int32"), f"seen must be int32[{sequences}], not {seen}")
-    require(positions == Spec(q.shape[:1], "int32"), f"positions must be int32[{q.shape[0]}], not {positions}")
+
+def rules(*, G: Dim, L: Dim, layer: int, scale: float, block: int, sees: Spec | None = None, **_: object) -> None:
+    require(isinstance(G, int), "q must have all heads, whichever loops slice it")
+    require_layer("kv", L, layer)
     require(scale > 0, f"scale must be positive, not {scale}")
     require(block >= 0, f"block must be a number of positions, or 0 for none, not {block}")
-    require_sees(q, sees, block)
-    return (q,)
-
-
-def flops(q: Spec, *, span: Dim, **_: object) -> Dim:
-    return 4 * span * q.elements
-
-
-def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
-    """Count every key that is seen once, and only this layer's part of its row."""
-    columns = 2 * attrs["kv_heads"] * attrs["head_size"]
-    rows = attrs["keys"] * columns * ITEMSIZE[specs["kv"].dtype]
-    return rows + sum(spec.bytes for name, spec in specs.items() if name != "kv")
-
-
-def query_rows_and_heads(q: Spec, *, head_size: int, **_: object) -> Dim:
-    """Return the launch's query rows times heads, which its rate goes by: they fill a GPU."""
-    return q.shape[0] * (exact(q.shape[-1]) / head_size)
+    require_sees(sees, block)
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -130,15 +103,14 @@ def segment_results(specs: Specs, attrs: Attrs) -> Dim:
 
 OPERATOR = Operator(
     name="kv_attention",
-    reads=("q", "kv", "extents", "cu_extents", "seen", "cu_seqlens", "positions", "sees?"),
-    writes=("y",),
-    whole=frozenset({"kv", "extents", "cu_extents", "seen", "cu_seqlens"}),
+    operands=f"{QUERIES} sees?:i32[T, 2] -> y:a[T, G*kv_heads*head_size]",
+    attrs=ATTRS,
     inplace=(("y", "q"),),
-    infer=infer,
-    flops=flops,
-    bytes_moved=bytes_moved,
+    rules=rules,
+    flops="4*span*q",
+    moved=SEEN,
     rate="attention",
-    rate_rows=query_rows_and_heads,
+    rate_rows="T*G*kv_heads",
     implementations=(
         Implementation(
             name="cpu", backend="cpu", kernel="mosaic.kernels.kv_attention", scratch=Tiled(tiles), row_origin="q"
@@ -146,10 +118,18 @@ OPERATOR = Operator(
         Implementation(
             name="triton",
             backend="cuda",
-            invariant=True,
             kernel="mosaic.kernels.cuda.kv_attention",
             scratch=segment_results,
             row_origin="q",
+        ),
+        Implementation(
+            name="invariant",
+            backend="cuda",
+            kernel="mosaic.kernels.cuda.kv_attention:launch_invariant",
+            scratch=segment_results,
+            row_origin="q",
+            invariant=True,
+            on_request=True,
         ),
     ),
     roles={"q": "attention", "y": "attention"},

@@ -11,54 +11,32 @@ of tokens, the rest never."""
 
 from __future__ import annotations
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, divides, require
+from typing import Final
+
+from mosaic.registrar.operator import Dim, Implementation, Operator, require
+
+KV: Final = "kv@#:a[R, L*2*kv_heads*head_size] extents@#:i64[X, 4] cu_extents@:i32[B+1]"
+"""What an operator reads of what is kept. `cu_seqlens` has one number more than there are sequences, B."""
 
 
-def infer(
-    k: Spec, v: Spec, kv: Spec, extents: Spec, cu_extents: Spec, cu_seqlens: Spec, positions: Spec,
-    *, layer: int, head_size: int,
-) -> tuple[()]:  # fmt: skip
-    require(len(k.shape) == 2 and k == v, f"k and v must be matrices of one shape and dtype, not {k} and {v}")
-    require(kv.dtype == k.dtype, f"kv must be {k.dtype} as k is, not {kv.dtype}")
-    require(divides(head_size, k.shape[1]), f"k must have whole heads of {head_size}, it has {k.shape[1]} columns")
-    require_layer(kv, layer, k.shape[1])
-    require_extents(extents, cu_extents, cu_seqlens)
-    require(positions == Spec(k.shape[:1], "int32"), f"positions must be int32[{k.shape[0]}], not {positions}")
-    return ()
+def rules(*, L: Dim, layer: int, **_: object) -> None:
+    require_layer("kv", L, layer)
 
 
-def require_layer(kv: Spec, layer: int, width: Dim, name: str = "kv") -> None:
-    """Refuse rows that are not pairs of keys and values of `width` columns, and a layer that they do not have."""
-    require(
-        len(kv.shape) == 2 and divides(2 * width, kv.shape[1]), f"{name} must be [rows, layers * 2 * {width}], not {kv}"
-    )
-    layers = kv.shape[1] // (2 * width)
-    require(0 <= layer < layers, f"{name} has {layers} layers of 2 * {width} columns, not layer {layer}")
-
-
-def require_extents(extents: Spec, cu_extents: Spec, cu_seqlens: Spec) -> None:
-    """Refuse what does not say which extents a sequence has."""
-    require(
-        len(extents.shape) == 2 and extents == Spec((extents.shape[0], 4), "int64"),
-        f"extents must be int64[extents, 4], not {extents}",
-    )
-    require(
-        len(cu_seqlens.shape) == 1 and cu_seqlens.dtype == "int32" and cu_extents == cu_seqlens,
-        f"cu_seqlens and cu_extents must be int32[sequences + 1], not {cu_seqlens} and {cu_extents}",
-    )
-
-
-def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
-    return specs["positions"].bytes + 2 * (specs["k"].bytes + specs["v"].bytes)
+def require_layer(name: str, layers: Dim, layer: int) -> None:
+    """Refuse a layer whose keys and values the rows do not have."""
+    require(bool(0 <= layer < layers), f"'{name}' has keys and values of {layers} layers, not layer {layer}")
 
 
 OPERATOR = Operator(
     name="kv_store",
-    reads=("k", "v", "kv", "extents", "cu_extents", "cu_seqlens", "positions"),
-    updates=("kv",),
-    whole=frozenset({"kv", "extents", "cu_extents", "cu_seqlens"}),
-    infer=infer,
-    bytes_moved=bytes_moved,
+    operands="""
+        k:a[T, K*head_size] v:a[T, K*head_size] kv!@#:a[R, L*2*K*head_size] extents@#:i64[X, 4]
+        cu_extents@:i32[B+1] cu_seqlens@:i32[B+1] positions:i32[T]
+    """,
+    attrs="layer head_size",
+    rules=rules,
+    moved={"kv": "2*k", **dict.fromkeys(("extents", "cu_extents", "cu_seqlens"), "0")},
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.kv_store", row_origin="k"),
         Implementation(

@@ -2,22 +2,8 @@
 
 from __future__ import annotations
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
 from mosaic.registrar.tiles import Tiled, Tiles, linear_tiles
-
-
-def infer(x: Spec, weight: Spec, bias: Spec | None = None) -> tuple[Spec]:
-    require(len(weight.shape) == 2 and x.shape[-1] == weight.shape[1], f"weight must be [out, {x.shape[-1]}]")
-    require(bias is None or bias.shape == (weight.shape[0],), f"bias must be [{weight.shape[0]}]")
-    return (Spec((*x.shape[:-1], weight.shape[0]), x.dtype),)
-
-
-def flops(x: Spec, weight: Spec, bias: Spec | None = None) -> Dim:
-    return 2 * x.elements * weight.shape[0]
-
-
-def columns(x: Spec, weight: Spec, bias: Spec | None = None) -> Dim:
-    return weight.shape[0]
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -26,12 +12,10 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 OPERATOR = Operator(
     name="linear",
-    reads=("x", "weight", "bias?"),
-    writes=("y",),
-    infer=infer,
-    flops=flops,
+    operands="x:a[*T, I] weight:a[O, I] bias?:a[O] -> y:a[*T, O]",
+    flops="2*x*O",
     rate="gemm",
-    rate_columns=columns,
+    rate_columns="O",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.linear", scratch=Tiled(tiles)),
         Implementation(name="cublas", backend="cuda", kernel="mosaic.kernels.cuda.linear"),

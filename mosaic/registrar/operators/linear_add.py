@@ -2,22 +2,8 @@
 
 from __future__ import annotations
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
 from mosaic.registrar.tiles import Tiled, Tiles, linear_tiles
-
-
-def infer(x: Spec, weight: Spec, y: Spec) -> tuple[()]:
-    require(len(weight.shape) == 2 and x.shape[-1] == weight.shape[1], f"weight must be [out, {x.shape[-1]}]")
-    require(y.shape == (*x.shape[:-1], weight.shape[0]), f"y must be [{x.shape[0]}, {weight.shape[0]}]")
-    return ()
-
-
-def flops(x: Spec, weight: Spec, y: Spec) -> Dim:
-    return 2 * x.elements * weight.shape[0]
-
-
-def columns(x: Spec, weight: Spec, y: Spec) -> Dim:
-    return weight.shape[0]
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -26,12 +12,10 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 OPERATOR = Operator(
     name="linear_add",
-    reads=("x", "weight", "y"),
-    updates=("y",),
-    infer=infer,
-    flops=flops,
+    operands="x:a[*T, I] weight:a[O, I] y!:a[*T, O]",
+    flops="2*x*O",
     rate="gemm",
-    rate_columns=columns,
+    rate_columns="O",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.linear_add", scratch=Tiled(tiles)),
         Implementation(name="cublas", backend="cuda", kernel="mosaic.kernels.cuda.linear_add"),

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from mosaic.registrar.operator import Implementation, Operator, Spec, require
-
-
-def infer(x: Spec, other: Spec) -> tuple[Spec]:
-    require(len(x.shape) == 1 and x.dtype == "int32", f"x must be int32[B], not {x}")
-    require(other == x, f"other must be {x} as x is, not {other}")
-    return (x,)
-
+from mosaic.registrar.operator import Implementation, Operator
 
 OPERATOR = Operator(
     name="minimum",
-    reads=("x", "other"),
-    writes=("y",),
-    infer=infer,
+    operands="x:i32[B] other:i32[B] -> y:i32[B]",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.minimum"),
         Implementation(name="cuda", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.minimum"),

@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs
 from mosaic.registrar.tiles import Tile, Tiled, Tiles, compute_dtype
-
-
-def infer(y: Spec, order: Spec, scores: Spec, x: Spec) -> tuple[()]:
-    require(y.shape[-1] == x.shape[-1], f"y must be [assignments, {x.shape[-1]}]")
-    require(scores.elements == order.shape[0] == y.shape[0], "y, order and scores must count the same assignments")
-    return ()
-
-
-def flops(y: Spec, order: Spec, scores: Spec, x: Spec) -> Dim:
-    return 2 * y.elements
-
 
 ROWS: Final = 128
 """Assignments that are added at a time."""
@@ -42,10 +31,8 @@ def inverse(specs: Specs, attrs: Attrs) -> Dim:
 
 OPERATOR = Operator(
     name="moe_combine",
-    reads=("y", "order", "scores", "x"),
-    updates=("x",),
-    infer=infer,
-    flops=flops,
+    operands="y:a[C*K, D] order:i64[C*K] scores:a[C, K] x!:a[C, D]",
+    flops="2*y",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.moe_combine", scratch=Tiled(tiles)),
         Implementation(

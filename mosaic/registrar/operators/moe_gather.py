@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from mosaic.registrar.operator import Attrs, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
 from mosaic.registrar.tiles import Tile, Tiled, Tiles
-
-
-def infer(x: Spec, order: Spec, *, top_k: int) -> tuple[Spec]:
-    require(order.shape[0] == x.shape[0] * top_k, f"order must have {x.shape[0] * top_k} entries")
-    return (Spec((order.shape[0], x.shape[1]), x.dtype),)
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -17,9 +12,8 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 OPERATOR = Operator(
     name="moe_gather",
-    reads=("x", "order"),
-    writes=("y",),
-    infer=infer,
+    operands="x:a[C, D] order:i64[C*top_k] -> y:a[C*top_k, D]",
+    attrs="top_k",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.moe_gather", scratch=Tiled(tiles)),
         Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.moe_gather"),

@@ -10,42 +10,21 @@ from __future__ import annotations
 
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, divides, require
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, divides, require
 from mosaic.registrar.tiles import Tile, Tiled, Tiles, compute_dtype
 
 
-def infer(
-    x: Spec,
-    weight: Spec,
-    bias: Spec | None = None,
-    *,
-    top_k: int,
-    normalize: bool,
-    scoring: str = "softmax",
-    groups: int = 0,
-    top_groups: int = 0,
-    scale: float = 1.0,
-) -> tuple[Spec, Spec]:
-    experts = weight.shape[0]
-    require(weight.shape[1] == x.shape[-1], f"weight must be [experts, {x.shape[-1]}]")
-    require(bool(0 < top_k <= experts), f"top_k must be in 1..{experts}, got {top_k}")
+def rules(*, E: Dim, top_k: int, scoring: str, groups: int, top_groups: int, **_: object) -> None:
+    require(bool(0 < top_k <= E), f"top_k must be in 1..{E}, got {top_k}")
     require(scoring in ("softmax", "sigmoid"), f"scoring must be softmax or sigmoid, got '{scoring}'")
-    if bias is not None:
-        require(bias == Spec((experts,), "float32"), f"bias must be float32[{experts}], it is {bias}")
     if groups:
-        require(divides(groups, experts), f"{experts} experts do not divide into {groups} groups")
-        require(bool(2 * groups <= experts), f"groups of {experts // groups} expert have no two best")
-        held = top_groups * (experts // groups)
+        require(divides(groups, E), f"{E} experts do not divide into {groups} groups")
+        require(bool(2 * groups <= E), f"groups of {E // groups} expert have no two best")
+        held = top_groups * (E // groups)
         require(0 < top_groups <= groups, f"top_groups must be in 1..{groups}, got {top_groups}")
         require(bool(held >= top_k), f"{top_groups} groups hold {held} experts, top_k is {top_k}")
     else:
         require(top_groups == 0, f"top_groups is {top_groups}, but there are no groups")
-    shape = (x.shape[0], top_k)
-    return Spec(shape, x.dtype), Spec(shape, "int64")
-
-
-def flops(x: Spec, weight: Spec, bias: Spec | None = None, **_: object) -> Dim:
-    return 2 * x.elements * weight.shape[0]
 
 
 ROWS: Final = 256
@@ -81,10 +60,10 @@ def logits(specs: Specs, attrs: Attrs) -> Dim:
 
 OPERATOR = Operator(
     name="moe_route",
-    reads=("x", "weight", "bias?"),
-    writes=("scores", "experts"),
-    infer=infer,
-    flops=flops,
+    operands="x:a[C, D] weight:a[E, D] bias?:f32[E] -> scores:a[C, top_k] experts:i64[C, top_k]",
+    attrs="top_k normalize scoring='softmax' groups=0 top_groups=0 scale=1.0",
+    rules=rules,
+    flops="2*x*E",
     rate="gemm",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.moe_route", scratch=Tiled(tiles)),

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs
 from mosaic.registrar.tiles import Tile, Tiled, Tiles
-
-
-def infer(experts: Spec, *, num_experts: int) -> tuple[Spec, Spec]:
-    require(len(experts.shape) == 2, "experts must be [rows, top_k]")
-    return Spec((experts.elements,), "int64"), Spec((num_experts + 1,), "int64")
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -34,9 +29,8 @@ def counts(specs: Specs, attrs: Attrs) -> Dim:
 
 OPERATOR = Operator(
     name="moe_sort",
-    reads=("experts",),
-    writes=("order", "offsets"),
-    infer=infer,
+    operands="experts:i64[C, K] -> order:i64[C*K] offsets:i64[num_experts+1]",
+    attrs="num_experts",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.moe_sort", scratch=Tiled(tiles)),
         Implementation(

@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
-from mosaic.registrar.operators.norm_qkv import normed_tiles, require_norm, require_weight
+from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
+from mosaic.registrar.operators.norm_qkv import normed_tiles
 from mosaic.registrar.tiles import Tile, Tiled, Tiles
-
-
-def infer(x: Spec, norm: Spec, gate: Spec, up: Spec, *, eps: float) -> tuple[Spec]:
-    require_norm(x, norm)
-    require_weight("gate", x, gate)
-    require(gate == up, f"gate and up must agree in shape and dtype, not {gate}, {up}")
-    return (Spec((x.shape[0], gate.shape[0]), x.dtype),)
-
-
-def flops(x: Spec, norm: Spec, gate: Spec, up: Spec, *, eps: float) -> Dim:
-    return 4 * x.elements * gate.shape[0]
-
-
-def columns(x: Spec, norm: Spec, gate: Spec, up: Spec, *, eps: float) -> Dim:
-    return 2 * gate.shape[0]
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -28,12 +13,11 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 OPERATOR = Operator(
     name="norm_gate_up",
-    reads=("x", "norm", "gate", "up"),
-    writes=("y",),
-    infer=infer,
-    flops=flops,
+    operands="x:a[T, D] norm:a[D] gate:a[F, D] up:a[F, D] -> y:a[T, F]",
+    attrs="eps",
+    flops="4*x*F",
     rate="few_rows",
-    rate_columns=columns,
+    rate_columns="2*F",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.norm_gate_up", scratch=Tiled(tiles)),
         Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.norm_gate_up"),

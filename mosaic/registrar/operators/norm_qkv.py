@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from mosaic.registrar.few_rows import bytes_moved, partial_floats, require_arrivals, split_count, tile_count
+from mosaic.registrar.few_rows import partial_floats, require_arrivals, split_count, tile_count
 from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
 from mosaic.registrar.tiles import Tile, Tiled, Tiles, linear_tiles, norm_tiles, tiles_bytes
 
@@ -15,40 +15,11 @@ PROGRAMS: Final = 384
 """Enough for a GPU that runs three on each processor."""
 
 
-def infer(
-    x: Spec, norm: Spec, q_weight: Spec, k_weight: Spec, v_weight: Spec, arrivals: Spec,
-    q_bias: Spec | None = None, k_bias: Spec | None = None, v_bias: Spec | None = None, *, eps: float,
-) -> tuple[Spec, Spec, Spec]:  # fmt: skip
-    require_norm(x, norm)
-    biases = {"q": q_bias, "k": k_bias, "v": v_bias}
-    found = []
-    for (name, bias), weight in zip(biases.items(), (q_weight, k_weight, v_weight), strict=True):
-        require_weight(f"{name}_weight", x, weight)
-        require(bias is None or bias.shape == weight.shape[:1], f"{name}_bias must be [{weight.shape[0]}]")
-        found.append(Spec((*x.shape[:-1], weight.shape[0]), x.dtype))
-    require(k_weight.shape == v_weight.shape, f"k_weight and v_weight must agree in shape, not {k_weight}, {v_weight}")
-    require(len({bias is None for bias in biases.values()}) == 1, "there are three biases or none")
-    require_arrivals(arrivals, tile_count(*(weight.shape[0] for weight in (q_weight, k_weight, v_weight))))
-    return found[0], found[1], found[2]
-
-
-def require_norm(x: Spec, norm: Spec) -> None:
-    """Refuse what is no matrix, and a norm of another width."""
-    require(len(x.shape) == 2, f"x must be a matrix, not {x}")
-    require(norm.shape == (x.shape[1],), f"norm must have {x.shape[1]} elements")
-
-
-def require_weight(name: str, x: Spec, weight: Spec) -> None:
-    """Refuse a weight that does not multiply x."""
-    require(len(weight.shape) == 2 and weight.shape[1] == x.shape[1], f"{name} must be [out, {x.shape[1]}]")
-
-
-def columns(x: Spec, norm: Spec, q_weight: Spec, k_weight: Spec, v_weight: Spec, *_: object, **__: object) -> Dim:
-    return q_weight.shape[0] + k_weight.shape[0] + v_weight.shape[0]
-
-
-def flops(x: Spec, norm: Spec, q_weight: Spec, k_weight: Spec, v_weight: Spec, *_: object, **__: object) -> Dim:
-    return 2 * x.elements * columns(x, norm, q_weight, k_weight, v_weight)
+def rules(
+    *, Q: Dim, W: Dim, A: Dim, q_bias: Spec | None, k_bias: Spec | None, v_bias: Spec | None, **_: object
+) -> None:
+    require(len({bias is None for bias in (q_bias, k_bias, v_bias)}) == 1, "there are three biases or none")
+    require_arrivals(A, tile_count(Q, W, W))
 
 
 def normed_tiles(x: Spec) -> Tiles:
@@ -70,15 +41,16 @@ def partials(specs: Specs, attrs: Attrs) -> Dim:
 
 OPERATOR = Operator(
     name="norm_qkv",
-    reads=("x", "norm", "q_weight", "k_weight", "v_weight", "arrivals", "q_bias?", "k_bias?", "v_bias?"),
-    writes=("q", "k", "v"),
-    updates=("arrivals",),
-    whole=frozenset({"arrivals"}),
-    infer=infer,
-    flops=flops,
-    bytes_moved=bytes_moved,
+    operands="""
+        x:a[T, D] norm:a[D] q_weight:a[Q, D] k_weight:a[W, D] v_weight:a[W, D] arrivals!@:i32[A] q_bias?:a[Q]
+        k_bias?:a[W] v_bias?:a[W] -> q:a[T, Q] k:a[T, W] v:a[T, W]
+    """,
+    attrs="eps",
+    rules=rules,
+    flops="2*x*Q + 4*x*W",
+    moved={"arrivals": "0"},
     rate="few_rows",
-    rate_columns=columns,
+    rate_columns="Q + 2*W",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.norm_qkv", scratch=Tiled(tiles)),
         Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.norm_qkv", scratch=partials),

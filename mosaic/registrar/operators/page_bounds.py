@@ -14,44 +14,20 @@ the mean number of pages that a row is multiplied with, is for the cost model al
 
 from __future__ import annotations
 
-from mosaic.registrar.dtypes import ITEMSIZE
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, exact, require
-from mosaic.registrar.operators.key_mass import STATISTICS, require_sets, require_tiles
-from mosaic.registrar.operators.page_extrema import require_pages
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.operators.key_mass import require_sets, require_tiles
+from mosaic.registrar.operators.kv_store import require_layer
 from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, SCORES, Tile, Tiled, Tiles, compute_dtype
 
 
-def infer(
-    q: Spec, extrema: Spec, page_table: Spec, cu_pages: Spec, votes: Spec, cu_seqlens: Spec, positions: Spec | None = None,
-    *, slot: int, kv_heads: int, head_size: int, sets: int, columns: Dim, page_span: Dim, statistic: str = "mean",
-    block: int = 0, rows: int = 0, tiles: int = 1,
-) -> tuple[Spec]:  # fmt: skip
-    require(extrema.dtype == q.dtype, f"extrema must be {q.dtype} as q is, not {extrema.dtype}")
-    require_sets(q, kv_heads, head_size, sets)
-    require_pages(extrema, page_table, cu_pages, slot, kv_heads * head_size)
-    require(cu_seqlens == cu_pages, f"cu_seqlens must be {cu_pages} as cu_pages is, not {cu_seqlens}")
-    require(votes == Spec(q.shape[:1], "uint8"), f"votes must be uint8[{q.shape[0]}], not {votes}")
-    require(statistic in STATISTICS, f"statistic must be one of {', '.join(STATISTICS)}, not '{statistic}'")
-    require_tiles(q, positions, block, rows, tiles)
-    return (Spec((sets * tiles, columns), "float32"),)
-
-
-def flops(q: Spec, *_: object, page_span: Dim, **__: object) -> Dim:
-    """Count two products with each page."""
-    return 4 * page_span * q.elements
-
-
-def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
-    """Count the extrema of every page once for each tile."""
-    pages = (
-        specs["bound"].shape[1]
-        * 2
-        * attrs.get("tiles", 1)
-        * attrs["kv_heads"]
-        * attrs["head_size"]
-        * ITEMSIZE[specs["extrema"].dtype]
-    )
-    return pages + sum(spec.bytes for name, spec in specs.items() if name != "extrema")
+def rules(
+    *, J: Dim, slot: int, kv_heads: int, sets: int, statistic: str, positions: Spec | None, block: int, rows: int, tiles: int,
+    **_: object,
+) -> None:  # fmt: skip
+    require_layer("extrema", J, slot)
+    require_sets(kv_heads, sets, statistic)
+    require((positions is None) == (rows == 0), "positions go with tiles of rows")
+    require_tiles(block, rows, tiles)
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -74,14 +50,16 @@ def query_sums(specs: Specs, attrs: Attrs) -> Dim:
 
 OPERATOR = Operator(
     name="page_bounds",
-    reads=("q", "extrema", "page_table", "cu_pages", "votes", "cu_seqlens", "positions?"),
-    writes=("bound",),
-    whole=frozenset({"q", "extrema", "page_table", "cu_pages", "votes", "cu_seqlens", "positions"}),
-    infer=infer,
-    flops=flops,
-    bytes_moved=bytes_moved,
+    operands="""
+        q@:a[T, M*sets*head_size] extrema@:a[E, J*2*kv_heads*head_size] page_table@:i64[N] cu_pages@:i32[B+1] votes@:u8[T]
+        cu_seqlens@:i32[B+1] positions?@:i32[T] -> bound:f32[sets*tiles, columns]
+    """,
+    attrs="slot kv_heads head_size sets columns page_span statistic='mean' block=0 rows=0 tiles=1",
+    rules=rules,
+    flops="4*page_span*q",
+    moved={"extrema": "2*columns*tiles*kv_heads*head_size"},
     rate="attention",
-    rate_rows=lambda q, *, head_size, **_: q.shape[0] * (exact(q.shape[-1]) / head_size),
+    rate_rows="T*M*sets",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.page_bounds", scratch=Tiled(tiles)),
         Implementation(

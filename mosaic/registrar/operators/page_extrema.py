@@ -12,42 +12,15 @@ programs a GPU starts. Where a key lies, `mosaic.registrar.operators.kv_store` s
 
 from __future__ import annotations
 
-from mosaic.registrar.dtypes import ITEMSIZE
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
-from mosaic.registrar.operators.kv_store import require_extents, require_layer
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, require
+from mosaic.registrar.operators.kv_store import KV, require_layer
 from mosaic.registrar.tiles import Tile, Tiled, Tiles
 
 
-def infer(
-    kv: Spec, extents: Spec, cu_extents: Spec, page_table: Spec, cu_pages: Spec, first_page: Spec, extrema: Spec,
-    *, layer: int, slot: int, page: int, kv_heads: int, head_size: int, tokens: Dim,
-) -> tuple[()]:  # fmt: skip
+def rules(*, L: Dim, J: Dim, layer: int, slot: int, page: int, **_: object) -> None:
     require(page > 0, f"a page has at least one key, not {page}")
-    require_layer(kv, layer, kv_heads * head_size)
-    require_extents(extents, cu_extents, cu_pages)
-    require_pages(extrema, page_table, cu_pages, slot, kv_heads * head_size)
-    sequences = cu_pages.shape[0] - 1
-    require(first_page == Spec((sequences,), "int32"), f"first_page must be int32[{sequences}], not {first_page}")
-    require(extrema.dtype == kv.dtype, f"extrema must be {kv.dtype} as kv is, not {extrema.dtype}")
-    return ()
-
-
-def require_pages(extrema: Spec, page_table: Spec, cu_pages: Spec, slot: int, width: Dim) -> None:
-    """Refuse rows of `extrema` that have no place for this slot, and what does not say which pages have them."""
-    require(
-        len(page_table.shape) == 1 and page_table.dtype == "int64", f"page_table must be int64[pages], not {page_table}"
-    )
-    require(
-        len(cu_pages.shape) == 1 and cu_pages.dtype == "int32",
-        f"cu_pages must be int32[sequences + 1], not {cu_pages}",
-    )
-    require_layer(extrema, slot, width, "extrema")
-
-
-def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
-    """Count the keys once, and as much for what is written: two keys a page, which has at least so many."""
-    keys = attrs["tokens"] * 2 * attrs["kv_heads"] * attrs["head_size"] * ITEMSIZE[specs["kv"].dtype]
-    return keys + sum(spec.bytes for name, spec in specs.items() if name not in ("kv", "extrema"))
+    require_layer("kv", L, layer)
+    require_layer("extrema", J, slot)
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -57,11 +30,12 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 OPERATOR = Operator(
     name="page_extrema",
-    reads=("kv", "extents", "cu_extents", "page_table", "cu_pages", "first_page", "extrema"),
-    updates=("extrema",),
-    whole=frozenset({"kv", "extents", "cu_extents", "page_table", "cu_pages", "first_page", "extrema"}),
-    infer=infer,
-    bytes_moved=bytes_moved,
+    operands=f"""
+        {KV} page_table@:i64[N] cu_pages@:i32[B+1] first_page@:i32[B] extrema!@:a[E, J*2*kv_heads*head_size]
+    """,
+    attrs="layer slot page kv_heads head_size tokens",
+    rules=rules,
+    moved={"kv": "2*tokens*kv_heads*head_size", "extrema": "0"},
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.page_extrema", scratch=Tiled(tiles)),
         Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.page_extrema"),

@@ -9,33 +9,19 @@ needs it.
 
 from __future__ import annotations
 
-from mosaic.registrar.operator import Dim, Implementation, Operator, Spec, exact
-from mosaic.registrar.operators import kv_attention
-from mosaic.registrar.operators.kv_attention import bytes_moved, flops, query_rows_and_heads, segment_results, with_sums
+from mosaic.registrar.operator import Implementation, Operator
+from mosaic.registrar.operators.kv_attention import ATTRS, QUERIES, SEEN, rules, segment_results, with_sums
 from mosaic.registrar.tiles import Tiled
-
-
-def infer(
-    q: Spec, kv: Spec, extents: Spec, cu_extents: Spec, seen: Spec, cu_seqlens: Spec, positions: Spec,
-    *, layer: int, kv_heads: int, head_size: int, scale: float, span: Dim, keys: Dim, block: int = 0, parts: Dim = 1,
-) -> tuple[Spec, Spec]:  # fmt: skip
-    (y,) = kv_attention.infer(
-        q, kv, extents, cu_extents, seen, cu_seqlens, positions, layer=layer, kv_heads=kv_heads, head_size=head_size,
-        scale=scale, span=span, keys=keys, block=block, parts=parts,
-    )  # fmt: skip
-    return y, Spec((q.shape[0], exact(q.shape[1]) / head_size), "float32")
-
 
 OPERATOR = Operator(
     name="prefix_attention",
-    reads=("q", "kv", "extents", "cu_extents", "seen", "cu_seqlens", "positions"),
-    writes=("y", "logsumexp"),
-    whole=frozenset({"kv", "extents", "cu_extents", "seen", "cu_seqlens"}),
-    infer=infer,
-    flops=flops,
-    bytes_moved=bytes_moved,
+    operands=f"{QUERIES} -> y:a[T, G*kv_heads*head_size] logsumexp:f32[T, G*kv_heads]",
+    attrs=ATTRS,
+    rules=rules,
+    flops="4*span*q",
+    moved=SEEN,
     rate="attention",
-    rate_rows=query_rows_and_heads,
+    rate_rows="T*G*kv_heads",
     implementations=(
         Implementation(
             name="cpu",
@@ -47,10 +33,18 @@ OPERATOR = Operator(
         Implementation(
             name="triton",
             backend="cuda",
-            invariant=True,
             kernel="mosaic.kernels.cuda.prefix_attention",
             scratch=segment_results,
             row_origin="q",
+        ),
+        Implementation(
+            name="invariant",
+            backend="cuda",
+            kernel="mosaic.kernels.cuda.prefix_attention:launch_invariant",
+            scratch=segment_results,
+            row_origin="q",
+            invariant=True,
+            on_request=True,
         ),
     ),
     roles={"q": "attention", "y": "attention", "logsumexp": "statistics"},

@@ -13,34 +13,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from mosaic.registrar.dtypes import ITEMSIZE
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, exact, require
-from mosaic.registrar.operators.key_mass import require_prefixes, require_sets
-from mosaic.registrar.operators.kv_store import require_extents, require_layer
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, exact
+from mosaic.registrar.operators.kv_store import KV, require_layer
 from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, SCORES, Tile, Tiled, Tiles, compute_dtype
 
 
-def infer(
-    q: Spec, kv: Spec, extents: Spec, cu_extents: Spec, captured: Spec, votes: Spec, cu_seqlens: Spec,
-    *, layer: int, kv_heads: int, head_size: int, scale: float, span: Dim, keys: Dim,
-) -> tuple[Spec]:  # fmt: skip
-    require(kv.dtype == q.dtype, f"kv must be {q.dtype} as q is, not {kv.dtype}")
-    require_sets(q, kv_heads, head_size, kv_heads)
-    require_layer(kv, layer, kv_heads * head_size)
-    require_extents(extents, cu_extents, cu_seqlens)
-    require_prefixes(captured, cu_seqlens)
-    require(votes == Spec(q.shape[:1], "uint8"), f"votes must be uint8[{q.shape[0]}], not {votes}")
-    return (Spec((q.shape[0], exact(q.shape[1]) / head_size), "float32"),)
-
-
-def flops(q: Spec, *, span: Dim, **_: object) -> Dim:
-    return 2 * span * q.elements
-
-
-def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
-    """Count every key of a prefix once, and no values."""
-    keys = attrs["keys"] * attrs["kv_heads"] * attrs["head_size"] * ITEMSIZE[specs["kv"].dtype]
-    return keys + sum(spec.bytes for name, spec in specs.items() if name != "kv")
+def rules(*, L: Dim, layer: int, **_: object) -> None:
+    require_layer("kv", L, layer)
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -66,18 +45,26 @@ def sums(specs: Specs, attrs: Attrs) -> Dim:
 
 OPERATOR = Operator(
     name="prefix_logsumexp",
-    reads=("q", "kv", "extents", "cu_extents", "captured", "votes", "cu_seqlens"),
-    writes=("logsumexp",),
-    whole=frozenset({"q", "kv", "extents", "cu_extents", "captured", "votes", "cu_seqlens"}),
-    infer=infer,
-    flops=flops,
-    bytes_moved=bytes_moved,
+    operands=f"""
+        q@:a[T, G*kv_heads*head_size] {KV} captured@:i32[B] votes@:u8[T] cu_seqlens@:i32[B+1]
+        -> logsumexp:f32[T, G*kv_heads]
+    """,
+    attrs="layer kv_heads head_size scale span keys",
+    rules=rules,
+    flops="2*span*q",
+    moved={"kv": "keys*kv_heads*head_size"},
     rate="attention",
-    rate_rows=lambda q, *, head_size, **_: q.shape[0] * (exact(q.shape[-1]) / head_size),
+    rate_rows="T*G*kv_heads",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.prefix_logsumexp", scratch=Tiled(tiles)),
+        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.prefix_logsumexp", scratch=sums),
         Implementation(
-            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.prefix_logsumexp", scratch=sums
+            name="invariant",
+            backend="cuda",
+            kernel="mosaic.kernels.cuda.prefix_logsumexp:launch_invariant",
+            scratch=sums,
+            invariant=True,
+            on_request=True,
         ),
     ),
     roles={"q": "attention", "votes": "statistics", "logsumexp": "statistics"},

@@ -10,35 +10,12 @@ rows, and where the two are alike. Nothing is ever sliced.
 
 from __future__ import annotations
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
-from mosaic.registrar.operators.joined_attention import require_kept
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, require
 from mosaic.registrar.tiles import Tile, Tiled, Tiles, compute_dtype
 
 
-def infer(
-    q: Spec, kept: Spec, owner: Spec, prefix: Spec, cu_seqlens: Spec, positions: Spec, refreshed: Spec | None = None,
-    *, rows: int,
-) -> tuple[Spec]:  # fmt: skip
-    require(len(q.shape) == 2, f"q must be a matrix, not {q}")
-    require(
-        len(cu_seqlens.shape) == 1 and cu_seqlens.dtype == "int32",
-        f"cu_seqlens must be int32[sequences + 1], not {cu_seqlens}",
-    )
-    require_kept(q, kept, owner, cu_seqlens, rows, 0)
-    counts = Spec((cu_seqlens.shape[0] - 1,), "int32")
-    require(prefix == counts, f"prefix must be {counts}, not {prefix}")
-    require(refreshed in (None, counts), f"refreshed must be {counts}, not {refreshed}")
-    require(positions == Spec(q.shape[:1], "int32"), f"positions must be int32[{q.shape[0]}], not {positions}")
-    return (Spec(counts.shape, "float32"),)
-
-
-def flops(q: Spec, **_: object) -> Dim:
-    return 5 * q.elements
-
-
-def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
-    """Count as many kept rows as there are queries."""
-    return specs["q"].bytes + sum(spec.bytes for name, spec in specs.items() if name != "kept")
+def rules(*, J: Dim, rows: int, **_: object) -> None:
+    require(rows > 0 and bool(J > 0), f"a block has at least one row, and kept a slot, not {rows} and {J}")
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -54,13 +31,14 @@ def row_sums(specs: Specs, attrs: Attrs) -> Dim:
 
 OPERATOR = Operator(
     name="query_change",
-    reads=("q", "kept", "owner", "prefix", "cu_seqlens", "positions", "refreshed?"),
-    writes=("change",),
-    updates=("kept",),
-    whole=frozenset({"q", "kept", "owner", "prefix", "cu_seqlens", "positions", "refreshed"}),
-    infer=infer,
-    flops=flops,
-    bytes_moved=bytes_moved,
+    operands="""
+        q@:a[T, Q] kept!@#:a[S, J*rows*Q] owner@:i64[B] prefix@:i32[B] cu_seqlens@:i32[B+1] positions@:i32[T]
+        refreshed?@:i32[B] -> change:f32[B]
+    """,
+    attrs="rows",
+    rules=rules,
+    flops="5*q",
+    moved={"kept": "q"},
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.query_change", scratch=Tiled(tiles)),
         Implementation(

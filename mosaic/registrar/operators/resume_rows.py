@@ -15,22 +15,15 @@ count[0] = bounds[B], whether they fit or not. `most` is the length of decided a
 
 from __future__ import annotations
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, require
 
 READS = ("chosen", "bounds", "positions", "rows", "cu_rows")
 
 
-def infer(
-    chosen: Spec, bounds: Spec, positions: Spec, rows: Spec, cu_rows: Spec, *, size: Dim, most: Dim
-) -> tuple[Spec, Spec, Spec, Spec, Spec, Spec, Spec, Spec]:
-    for name, spec in (("chosen", chosen), ("rows", rows)):
-        require(len(spec.shape) == 1 and spec.dtype == "int64", f"{name} must be a vector of int64, not {spec}")
-    require(len(positions.shape) == 1 and positions.dtype == "int32", f"positions must be int32[T], not {positions}")
-    require(len(bounds.shape) == 1 and bounds.dtype == "int32", f"bounds must be int32[B + 1], not {bounds}")
-    require(cu_rows == bounds, f"cu_rows must be {bounds} as bounds is, not {cu_rows}")
-    decided = Spec((most,), "int64")
-    place, count = Spec(rows.shape, "int32"), Spec((1,), "int32")
-    return Spec((size,), "int64"), Spec((size,), "int32"), bounds, decided, decided, bounds, place, count
+def rules(*, S: Dim, size: Dim, **_: object) -> None:
+    require(
+        not isinstance(S, int) or not isinstance(size, int) or size <= S, f"there are {S} numbers of tokens, not {size}"
+    )
 
 
 def counts(specs: Specs, attrs: Attrs) -> Dim:
@@ -40,10 +33,13 @@ def counts(specs: Specs, attrs: Attrs) -> Dim:
 
 OPERATOR = Operator(
     name="resume_rows",
-    reads=READS,
-    writes=("kept", "kept_positions", "cu_seqlens", "decided", "asked", "cu_decided", "place", "count"),
-    whole=frozenset(READS),
-    infer=infer,
+    operands="""
+        chosen@:i64[S] bounds@:i32[B+1] positions@:i32[T] rows@:i64[M] cu_rows@:i32[B+1]
+        -> kept:i64[size] kept_positions:i32[size] cu_seqlens:i32[B+1] decided:i64[most] asked:i64[most]
+        cu_decided:i32[B+1] place:i32[M] count:i32[1]
+    """,
+    attrs="size most",
+    rules=rules,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.resume_rows"),
         Implementation(

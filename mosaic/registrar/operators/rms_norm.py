@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
 from mosaic.registrar.tiles import Tiled, Tiles, norm_tiles
-
-
-def infer(x: Spec, weight: Spec, *, eps: float) -> tuple[Spec]:
-    require(weight.shape == (x.shape[-1],), f"the weight must have {x.shape[-1]} elements")
-    return (x,)
-
-
-def flops(x: Spec, weight: Spec, *, eps: float) -> Dim:
-    return 4 * x.elements
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -22,11 +13,10 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 OPERATOR = Operator(
     name="rms_norm",
-    reads=("x", "weight"),
-    writes=("y",),
+    operands="x:a[*T, D] weight:a[D] -> y:a[*T, D]",
+    attrs="eps",
     inplace=(("y", "x"),),
-    infer=infer,
-    flops=flops,
+    flops="4*x",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.rms_norm", scratch=Tiled(tiles)),
         Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.rms_norm"),

@@ -8,29 +8,17 @@ from __future__ import annotations
 
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, divides, require
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
 from mosaic.registrar.tiles import Tile, Tiled, Tiles, compute_dtype
 
 
-def infer(
-    x: Spec, positions: Spec, inv_freq: Spec, sequences: Spec | None = None, *, head_size: int, factor: float = 1.0
-) -> tuple[()]:
-    require(divides(head_size, x.shape[-1]), f"x must have heads of {head_size}, it has {x.shape[-1]} columns")
-    require(positions.shape == (x.shape[0],), f"positions must be [{x.shape[0]}]")
-    half = inv_freq.shape[-1]
-    require(2 * half <= head_size, f"inv_freq rotates {2 * half} dims of {head_size}")
-    rows = len(inv_freq.shape) - 1
+def rules(*, S: tuple[Dim, ...], R: Dim, head_size: int, factor: float, sequences: Spec | None, **_: object) -> None:
+    require(head_size >= 2 * R, f"inv_freq rotates {2 * R} dims of {head_size}")
     require(
-        rows == (sequences is not None), f"inv_freq has {rows} axes of sequences; give sequences with one, else none"
+        len(S) == (sequences is not None),
+        f"inv_freq has {len(S)} axes of sequences; give sequences with one, else none",
     )
-    if sequences is not None:
-        require(sequences == Spec((x.shape[0],), "int32"), f"sequences must be int32[{x.shape[0]}], it is {sequences}")
     require(factor > 0, f"factor must be positive, got {factor}")
-    return ()
-
-
-def flops(x: Spec, positions: Spec, inv_freq: Spec, sequences: Spec | None = None, **_: object) -> Dim:
-    return 6 * x.elements
 
 
 ROWS: Final = 128
@@ -49,10 +37,10 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 OPERATOR = Operator(
     name="rotary",
-    reads=("x", "positions", "inv_freq", "sequences?"),
-    updates=("x",),
-    infer=infer,
-    flops=flops,
+    operands="x!:a[T, N*head_size] positions:i32[T] inv_freq:f32[*S, R] sequences?:i32[T]",
+    attrs="head_size factor=1.0",
+    rules=rules,
+    flops="6*x",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.rotary", scratch=Tiled(tiles)),
         Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.rotary"),

@@ -9,26 +9,8 @@ at 1. keys[C] as in `row_sample`, whose noise this is.
 
 from __future__ import annotations
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
 from mosaic.registrar.tiles import COUNTER_COLUMNS, COUNTERS, GROUP_RUN, Tile, Tiled, Tiles
-
-
-def infer(logits: Spec, keys: Spec, temperature: Spec, top_p: Spec, top_k: Spec) -> tuple[Spec, ...]:
-    require(len(logits.shape) == 2, f"logits must be [rows, vocabulary], not {logits}")
-    rows = logits.shape[0]
-    require(keys == Spec((rows,), "int64"), f"keys must be int64[{rows}], one for each row")
-    for name, spec, dtype in (
-        ("temperature", temperature, "float32"),
-        ("top_p", top_p, "float32"),
-        ("top_k", top_k, "int32"),
-    ):
-        require(spec == Spec((1,), dtype), f"{name} must be {dtype}[1]")
-    return (Spec((rows,), "int64"), *(Spec((rows,), "float32"),) * 3)
-
-
-def flops(logits: Spec, keys: Spec, temperature: Spec, top_p: Spec, top_k: Spec) -> Dim:
-    """Count those of `row_sample`; finding what is kept compares and adds."""
-    return 10 * logits.elements
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -44,11 +26,11 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 OPERATOR = Operator(
     name="row_nucleus",
-    reads=("logits", "keys", "temperature", "top_p", "top_k"),
-    writes=("sample", "probability", "margin", "entropy"),
-    whole=frozenset({"temperature", "top_p", "top_k"}),
-    infer=infer,
-    flops=flops,
+    operands="""
+        logits:a[C, V] keys:i64[C] temperature@:f32[1] top_p@:f32[1] top_k@:i32[1] -> sample:i64[C]
+        probability:f32[C] margin:f32[C] entropy:f32[C]
+    """,
+    flops="10*logits",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.row_nucleus", scratch=Tiled(tiles)),
         Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.row_nucleus"),

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs
+from typing import Final
+
+from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
 from mosaic.registrar.tiles import Tiled, Tiles, statistics_tiles
 
-STATISTICS = ("token", "maximum", "second", "logsumexp", "entropy")
-
-
-def statistics(rows: Dim) -> tuple[Spec, ...]:
-    """Return the five per-row statistics every sampler is built from; the argmax takes the lower index on ties."""
-    return (Spec((rows,), "int64"), *(Spec((rows,), "float32") for _ in STATISTICS[1:]))
-
-
-def infer(logits: Spec) -> tuple[Spec, ...]:
-    return statistics(logits.shape[0])
-
-
-def flops(logits: Spec) -> Dim:
-    return 6 * logits.elements
+STATISTICS: Final = ("token", "maximum", "second", "logsumexp", "entropy")
+STATISTICS_OF_C: Final = "token:i64[C] maximum:f32[C] second:f32[C] logsumexp:f32[C] entropy:f32[C]"
+"""What every sampler is built from; the argmax takes the lower index on ties."""
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -27,10 +18,8 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 OPERATOR = Operator(
     name="row_stats",
-    reads=("logits",),
-    writes=STATISTICS,
-    infer=infer,
-    flops=flops,
+    operands=f"logits:a[C, V] -> {STATISTICS_OF_C}",
+    flops="6*logits",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.row_stats", scratch=Tiled(tiles)),
         Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.row_stats"),

@@ -15,43 +15,23 @@ from __future__ import annotations
 
 from typing import Final
 
-from mosaic.registrar.dtypes import ITEMSIZE
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, exact, require
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, require
 from mosaic.registrar.operators.key_mass import require_sets, require_tiles
 from mosaic.registrar.operators.kv_attention import tiles
-from mosaic.registrar.operators.kv_store import require_extents, require_layer
-from mosaic.registrar.operators.top_keys import numbers_of, require_selection
+from mosaic.registrar.operators.kv_store import KV, require_layer
+from mosaic.registrar.operators.top_keys import require_selection
 from mosaic.registrar.tiles import KEY_ROWS, Tile, Tiled, Tiles
 
 
-def infer(
-    q: Spec, kv: Spec, extents: Spec, cu_extents: Spec, selected: Spec, owner: Spec, captured: Spec, seen: Spec,
-    cu_seqlens: Spec, positions: Spec,
-    *, layer: int, slot: int, sets: int, k: int, page: int, kv_heads: int, head_size: int, scale: float, attended: Dim,
-    block: int = 0, rows: int = 0, tiles: int = 1,
-) -> tuple[Spec]:  # fmt: skip
-    require(kv.dtype == q.dtype, f"kv must be {q.dtype} as q is, not {kv.dtype}")
-    require_sets(q, kv_heads, head_size, sets)
-    require_layer(kv, layer, kv_heads * head_size)
-    require_extents(extents, cu_extents, cu_seqlens)
-    require_tiles(q, positions if rows else None, block, rows, tiles)
-    require_selection(selected, owner, captured, cu_seqlens.shape[0] - 1, slot, sets * tiles, k, page)
-    require(seen == captured, f"seen must be {captured} as captured is, not {seen}")
-    require(positions == Spec(q.shape[:1], "int32"), f"positions must be int32[{q.shape[0]}], not {positions}")
+def rules(
+    *, L: Dim, W: Dim, layer: int, slot: int, sets: int, k: int, page: int, kv_heads: int, block: int, rows: int, tiles: int,
+    **_: object,
+) -> None:  # fmt: skip
+    require_layer("kv", L, layer)
+    require_sets(kv_heads, sets)
     require(block >= 0, f"block must be a number of positions, or 0 for none, not {block}")
-    return (q,)
-
-
-def flops(q: Spec, *, attended: Dim, **_: object) -> Dim:
-    return 4 * attended * q.elements
-
-
-def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
-    """Count, of each sequence, tile and set, k keys and values and the selection; keys after a prefix are few, and just stored."""
-    sequences, sets = specs["owner"].shape[0], attrs["sets"] * attrs.get("tiles", 1)
-    chosen = sequences * attrs["k"] * 2 * sets * attrs["head_size"] * ITEMSIZE[specs["kv"].dtype]
-    numbers = 4 * sequences * sets * numbers_of(attrs["k"], attrs["page"])
-    return chosen + numbers + sum(spec.bytes for name, spec in specs.items() if name not in ("kv", "selected"))
+    require_tiles(block, rows, tiles)
+    require_selection(W, slot, sets * tiles, k, page)
 
 
 def gathered(specs: Specs, attrs: Attrs) -> Tiles:
@@ -84,17 +64,17 @@ def splits_of(programs: int, rows: int, keys: int, places: int) -> int:
 
 OPERATOR = Operator(
     name="selected_attention",
-    reads=(
-        "q", "kv", "extents", "cu_extents", "selected", "owner", "captured", "seen", "cu_seqlens", "positions",
-    ),
-    writes=("y",),
-    whole=frozenset({"kv", "extents", "cu_extents", "selected", "owner", "captured", "seen", "cu_seqlens"}),
+    operands=f"""
+        q:a[T, M*sets*head_size] {KV} selected@#:i32[E, W] owner@:i64[B] captured@:i32[B] seen@:i32[B] cu_seqlens@:i32[B+1]
+        positions:i32[T] -> y:a[T, M*sets*head_size]
+    """,
+    attrs="layer slot sets k page kv_heads head_size scale attended block=0 rows=0 tiles=1",
     inplace=(("y", "q"),),
-    infer=infer,
-    flops=flops,
-    bytes_moved=bytes_moved,
+    rules=rules,
+    flops="4*attended*q",
+    moved={"kv": "2*B*k*sets*tiles*head_size", "selected": "B*sets*tiles + B*sets*tiles*k/page"},
     rate="attention",
-    rate_rows=lambda q, *, head_size, **_: q.shape[0] * (exact(q.shape[-1]) / head_size),
+    rate_rows="T*M*sets",
     implementations=(
         Implementation(
             name="cpu", backend="cpu", kernel="mosaic.kernels.selected_attention", scratch=Tiled(gathered), row_origin="q"

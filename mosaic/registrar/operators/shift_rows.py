@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from mosaic.registrar.operator import Attrs, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
 from mosaic.registrar.tiles import Tile, Tiled, Tiles
-
-
-def infer(rows: Spec, cu_seqlens: Spec) -> tuple[Spec]:
-    require(len(rows.shape) == 1, "rows must be a vector")
-    return (rows,)
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -18,9 +13,7 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 OPERATOR = Operator(
     name="shift_rows",
-    reads=("rows", "cu_seqlens"),
-    writes=("y",),
-    infer=infer,
+    operands="rows:i64[M] cu_seqlens:i32[B+1] -> y:i64[M]",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.shift_rows", scratch=Tiled(tiles)),
         Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.shift_rows"),

@@ -13,49 +13,16 @@ Nothing is ever sliced. Where a key lies, `mosaic.registrar.operators.kv_store` 
 
 from __future__ import annotations
 
-from mosaic.registrar.dtypes import ITEMSIZE
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, exact, require
-from mosaic.registrar.operators.key_mass import require_sets
-from mosaic.registrar.operators.kv_store import require_extents, require_layer
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, require
+from mosaic.registrar.operators.kv_store import KV, require_layer
 from mosaic.registrar.tiles import QUERY_ROWS, Tile, Tiled, Tiles, compute_dtype
 
 READS = ("q", "kv", "extents", "cu_extents", "cu_seqlens", "votes", "first", "listed")
 
 
-def infer(
-    q: Spec, kv: Spec, extents: Spec, cu_extents: Spec, cu_seqlens: Spec, votes: Spec, first: Spec, listed: Spec,
-    *, layer: int, kv_heads: int, head_size: int, scale: float, pool: int = 3,
-) -> tuple[Spec]:  # fmt: skip
-    require(kv.dtype == q.dtype, f"kv must be {q.dtype} as q is, not {kv.dtype}")
-    require_sets(q, kv_heads, head_size, kv_heads)
-    require_layer(kv, layer, kv_heads * head_size)
-    require_extents(extents, cu_extents, cu_seqlens)
-    require(votes == Spec(q.shape[:1], "uint8"), f"votes must be uint8[{q.shape[0]}], not {votes}")
-    require_blocks(cu_seqlens, first, listed)
+def rules(*, L: Dim, layer: int, pool: int, **_: object) -> None:
+    require_layer("kv", L, layer)
     require(pool > 0 and pool % 2 == 1, f"pool must be odd, not {pool}")
-    return (Spec((cu_seqlens.shape[0] - 1, kv_heads, listed.shape[1]), "float32"),)
-
-
-def require_blocks(cu_seqlens: Spec, first: Spec, listed: Spec) -> None:
-    """Refuse what does not say where each sequence's block begins, and which of its positions are listed."""
-    sequences = cu_seqlens.shape[0] - 1
-    require(first == Spec((sequences,), "int32"), f"first must be int32[{sequences}], not {first}")
-    require(
-        len(listed.shape) == 2 and listed.shape[0] == sequences and listed.dtype == "int32",
-        f"listed must be int32[{sequences}, positions of a block], not {listed}",
-    )
-
-
-def flops(q: Spec, *, listed: Spec, **_: object) -> Dim:
-    """Count the scores."""
-    return 2 * listed.shape[1] * q.elements
-
-
-def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
-    """Count every key of a block once, and no values."""
-    width = attrs["kv_heads"] * attrs["head_size"]
-    keys = specs["listed"].elements * width * ITEMSIZE[specs["kv"].dtype]
-    return keys + sum(spec.bytes for name, spec in specs.items() if name != "kv")
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -71,14 +38,16 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 OPERATOR = Operator(
     name="token_importance",
-    reads=READS,
-    writes=("importance",),
-    whole=frozenset(READS),
-    infer=infer,
-    flops=flops,
-    bytes_moved=bytes_moved,
+    operands=f"""
+        q@:a[T, G*kv_heads*head_size] {KV} cu_seqlens@:i32[B+1] votes@:u8[T] first@:i32[B] listed@#:i32[B, P]
+        -> importance#:f32[B, kv_heads, P]
+    """,
+    attrs="layer kv_heads head_size scale pool=3",
+    rules=rules,
+    flops="2*P*q",
+    moved={"kv": "listed*kv_heads*head_size"},
     rate="attention",
-    rate_rows=lambda q, *, head_size, **_: q.shape[0] * (exact(q.shape[-1]) / head_size),
+    rate_rows="T*G*kv_heads",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.token_importance", scratch=Tiled(tiles)),
         Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.token_importance"),

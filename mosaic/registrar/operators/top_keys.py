@@ -18,40 +18,22 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, divides, exact, require
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, divides, exact, require
 from mosaic.registrar.tiles import Tile, Tiled, Tiles
 
 
-def infer(
-    mass: Spec, captured: Spec, cu_keys: Spec, owner: Spec, selected: Spec,
-    *, slot: int, sets: int, k: int, page: int, ratio: float = 0.0, enough: float = 0.0,
-) -> tuple[()]:  # fmt: skip
-    require(
-        len(mass.shape) == 2 and mass == Spec((sets, mass.shape[1]), "float32"),
-        f"mass must be float32[{sets}, keys], not {mass}",
-    )
-    require(
-        len(cu_keys.shape) == 1 and cu_keys.dtype == "int32", f"cu_keys must be int32[sequences + 1], not {cu_keys}"
-    )
-    require_selection(selected, owner, captured, cu_keys.shape[0] - 1, slot, sets, k, page)
+def rules(*, W: Dim, slot: int, sets: int, k: int, page: int, ratio: float, enough: float, **_: object) -> None:
+    require_selection(W, slot, sets, k, page)
     require(0 <= ratio <= 1, f"ratio must be a share of the keys, or 0 for none, not {ratio}")
     require(enough >= 0, f"enough must be a sum of masses, or 0 for none, not {enough}")
-    return ()
 
 
-def require_selection(
-    selected: Spec, owner: Spec, captured: Spec, sequences: Dim, slot: int, sets: int, k: int, page: int
-) -> None:
-    """Refuse rows of `selected` that have no place for this slot's pages, and what does not say whose they are."""
+def require_selection(width: Dim, slot: int, sets: int, k: int, page: int) -> None:
+    """Refuse rows of `selected`, of `width` numbers, that have no place for this slot's pages."""
     require(page > 0 and k > 0 and k % page == 0, f"k must be whole pages of {page} keys, not {k}")
-    require(captured == Spec((sequences,), "int32"), f"captured must be int32[{sequences}], not {captured}")
-    require(owner == Spec((sequences,), "int64"), f"owner must be int64[{sequences}], not {owner}")
     numbers = sets * numbers_of(k, page)
-    require(
-        len(selected.shape) == 2 and selected.dtype == "int32" and divides(numbers, selected.shape[1]),
-        f"selected must be int32[rows, slots * {numbers}], not {selected}",
-    )
-    slots = exact(selected.shape[1]) / numbers
+    require(divides(numbers, width), f"selected must be int32[rows, slots * {numbers}], it has {width} columns")
+    slots = exact(width) / numbers
     require(bool(0 <= slot < slots), f"selected has {slots} slots of {numbers} numbers, not slot {slot}")
 
 
@@ -84,12 +66,6 @@ def keys_of(ratio: float, keys: int) -> int:
     """
     numerator, denominator = fraction_of(ratio)
     return -(-numerator * keys // denominator)
-
-
-def bytes_moved(specs: Specs, attrs: Attrs) -> Dim:
-    """Count every number that may be written."""
-    written = 4 * specs["owner"].shape[0] * attrs["sets"] * numbers_of(attrs["k"], attrs["page"])
-    return written + sum(spec.bytes for name, spec in specs.items() if name != "selected")
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -126,11 +102,10 @@ def lists(specs: Specs, attrs: Attrs) -> Dim:
 
 OPERATOR = Operator(
     name="top_keys",
-    reads=("mass", "captured", "cu_keys", "owner", "selected"),
-    updates=("selected",),
-    whole=frozenset({"mass", "captured", "cu_keys", "owner", "selected"}),
-    infer=infer,
-    bytes_moved=bytes_moved,
+    operands="mass@:f32[sets, S] captured@:i32[B] cu_keys@:i32[B+1] owner@:i64[B] selected!@#:i32[E, W]",
+    attrs="slot sets k page ratio=0.0 enough=0.0",
+    rules=rules,
+    moved={"selected": "B*sets + B*sets*k/page"},
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.top_keys", scratch=Tiled(tiles)),
         Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.top_keys", scratch=lists),

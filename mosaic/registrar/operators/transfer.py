@@ -26,21 +26,12 @@ RULES: Final = ("top", "threshold", "dynamic", "above", "factor", "edit")
 READS: Final = ("token", "score", "current", "cu_rows", "quota", "threshold", "edit_threshold")
 
 
-def infer(
-    token: Spec, score: Spec, current: Spec, cu_rows: Spec, quota: Spec, threshold: Spec, edit_threshold: Spec | None = None,
-    *, rule: str, mask_id: int,
-) -> tuple[Spec, Spec]:  # fmt: skip
+def rules(*, rule: str, edit_threshold: Spec | None, **_: object) -> None:
     require(rule in RULES, f"rule must be one of {', '.join(RULES)}, not '{rule}'")
-    require(len(token.shape) == 1 and token.dtype == "int64", f"token must be a vector of int64, not {token}")
-    require(current == token, f"current must be {token} as token is, not {current}")
-    require(score == Spec(token.shape, "float32"), f"score must be float32[{token.shape[0]}], not {score}")
-    require(len(quota.shape) == 1 and quota.dtype == "int32", f"quota must be int32[sequences], not {quota}")
-    seqs = quota.shape[0]
-    require(cu_rows == Spec((seqs + 1,), "int32"), f"cu_rows must be int32[{seqs + 1}], not {cu_rows}")
-    require(threshold == Spec((seqs,), "float32"), f"threshold must be float32[{seqs}], not {threshold}")
-    wanted = threshold if rule == "edit" else None
-    require(edit_threshold == wanted, f"rule '{rule}' takes edit_threshold {wanted}, not {edit_threshold}")
-    return token, Spec(token.shape, "uint8")
+    require(
+        (rule == "edit") == (edit_threshold is not None),
+        f"rule 'edit' takes edit_threshold and others do not, not '{rule}'",
+    )
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -50,10 +41,12 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 OPERATOR = Operator(
     name="transfer",
-    reads=(*READS[:-1], "edit_threshold?"),
-    writes=("chosen", "committed"),
-    whole=frozenset(READS),
-    infer=infer,
+    operands="""
+        token@:i64[M] score@:f32[M] current@:i64[M] cu_rows@:i32[B+1] quota@:i32[B] threshold@:f32[B]
+        edit_threshold?@:f32[B] -> chosen:i64[M] committed:u8[M]
+    """,
+    attrs="rule mask_id",
+    rules=rules,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.transfer", scratch=Tiled(tiles)),
         Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.transfer"),

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs
 from mosaic.registrar.operators import unembed_stats
-from mosaic.registrar.operators.row_sample import SAMPLED, samples
+from mosaic.registrar.operators.row_sample import DRAWN, SAMPLED, SAMPLES
 from mosaic.registrar.tiles import Tiled, Tiles, sample_tiles
-
-
-def infer(x: Spec, weight: Spec, keys: Spec, temperature: Spec) -> tuple[Spec, ...]:
-    unembed_stats.infer(x, weight)
-    return samples(x.shape[0], keys, temperature)
-
-
-def flops(x: Spec, weight: Spec, keys: Spec, temperature: Spec) -> Dim:
-    return unembed_stats.flops(x, weight)
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -34,11 +25,8 @@ def partials(specs: Specs, attrs: Attrs) -> Dim:
 
 OPERATOR = Operator(
     name="unembed_sample",
-    reads=("x", "weight", "keys", "temperature"),
-    writes=SAMPLED,
-    whole=frozenset({"temperature"}),
-    infer=infer,
-    flops=flops,
+    operands=f"x:a[C, D] weight:a[V, D] {DRAWN} -> {SAMPLES}",
+    flops="2*x*V",
     rate="sampled_unembed",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.unembed_sample", scratch=Tiled(tiles)),

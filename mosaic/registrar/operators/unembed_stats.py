@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
-from mosaic.registrar.operators.row_stats import STATISTICS, statistics
+from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs
+from mosaic.registrar.operators.row_stats import STATISTICS, STATISTICS_OF_C
 from mosaic.registrar.tiles import Tile, Tiled, Tiles, statistics_tile, statistics_tiles
-
-
-def infer(x: Spec, weight: Spec) -> tuple[Spec, ...]:
-    require(len(weight.shape) == 2 and x.shape[-1] == weight.shape[1], f"weight must be [vocabulary, {x.shape[-1]}]")
-    return statistics(x.shape[0])
-
-
-def flops(x: Spec, weight: Spec) -> Dim:
-    return 2 * x.elements * weight.shape[0]
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -73,10 +64,8 @@ def _filled(programs: int, places: int) -> float:
 
 OPERATOR = Operator(
     name="unembed_stats",
-    reads=("x", "weight"),
-    writes=STATISTICS,
-    infer=infer,
-    flops=flops,
+    operands=f"x:a[C, D] weight:a[V, D] -> {STATISTICS_OF_C}",
+    flops="2*x*V",
     rate="unembed",
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.unembed_stats", scratch=Tiled(tiles)),

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from mosaic.registrar.operator import Implementation, Operator, Spec, require
+from mosaic.registrar.operator import Implementation, Operator, require
 
 
-def infer(*, count: int) -> tuple[Spec]:
+def rules(*, count: int, **_: object) -> None:
     require(isinstance(count, int) and count >= 1, f"count must be an integer from 1, not {count}")
-    return (Spec((count,), "int32"),)
 
 
 OPERATOR = Operator(
     name="zeros",
-    reads=(),
-    writes=("y",),
-    infer=infer,
+    operands="-> y:i32[count]",
+    attrs="count",
+    rules=rules,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.zeros"),
         Implementation(name="cuda", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.zeros"),

@@ -8,10 +8,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mosaic.bench.baselines import Experts, Transformer, grouped_products
-from mosaic.bench.inputs import Inputs, make_inputs
-from mosaic.bench.meters import driver_bytes, synchronise
-from mosaic.bench.settings import Settings
+from benchmarks.bench.baselines import Experts, Transformer, grouped_products
+from benchmarks.bench.inputs import Inputs, make_inputs
+from benchmarks.bench.meters import driver_bytes, synchronise
+from benchmarks.bench.settings import Settings
 from mosaic.devices import load_device
 from mosaic.models import Model, load
 from mosaic.runtime.checkpoint import Checkpoint
@@ -54,11 +54,7 @@ class TorchEngine:
         grouped = self.arch.feed_forward.experts > 0 and grouped_products(dtype, self.device)
         self.experts: Experts = "grouped" if grouped else "loop"
         self.transformer = Transformer(
-            self.arch,
-            device=self.device,
-            dtype=dtype,
-            wide_rotary=model.family == "llada",
-            experts=self.experts,
+            self.arch, device=self.device, dtype=dtype, wide_rotary=model.family == "llada", experts=self.experts
         )
         fill(self.transformer.tensors, model, settings.seed)
         self._function = self.transformer if options is None else torch.compile(self.transformer, **options)

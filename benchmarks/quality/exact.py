@@ -1,7 +1,6 @@
 """Exact match of a decoding configuration: an evaluation set, decoded by a compiled model, scored.
 
-The harness that decoding configurations, sparse attention and evicting caches are judged with: whatever a
-`GenerationConfig` can say can be measured, on any checkpoint that has the small models' vocabulary.
+Every option of `GenerationConfig` can be measured, on any checkpoint that has the small models' vocabulary.
 """
 
 from __future__ import annotations
@@ -13,23 +12,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from mosaic.bench.quality.evaluation import LENGTHS, evaluation_set, gen_length, seen_in_training
-from mosaic.bench.quality.items import TASKS, Item
-from mosaic.bench.quality.scoring import Score, score, summary
-from mosaic.bench.quality.vocabulary import EOS, SPECIAL, vocabulary
+from benchmarks.quality.evaluation import LENGTHS, evaluation_set, gen_length, seen_in_training
+from benchmarks.quality.items import TASKS, Item
+from benchmarks.quality.scoring import Score, score, summary
+from benchmarks.quality.vocabulary import EOS, SPECIAL, vocabulary
 from mosaic.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from mosaic.models import Model
     from mosaic.runtime.steps import StepRunner
 
-__all__ = ["SCHEMA", "QualitySettings", "check_vocabulary", "run", "trained"]
+__all__ = ["SCHEMA", "ExactSettings", "check_vocabulary", "measure_exact", "trained"]
 
 SCHEMA: Final = "mosaic.quality/1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QualitySettings:
+class ExactSettings:
     """Which items, and how they are decoded.
 
     Parameters
@@ -69,12 +68,12 @@ def check_vocabulary(directory: Path) -> None:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{file} cannot be read: the quality bench needs the checkpoint's tokenizer.") from None
+        raise CheckpointError(f"{file} cannot be read: the questions need the checkpoint's tokenizer.") from None
     probe = {text: index for index, text in enumerate(SPECIAL)} | {"ĠAnna": vocabulary().word(" Anna")}
     if len(found) != len(vocabulary()) or any(found.get(text) != index for text, index in probe.items()):
         raise CheckpointError(
             f"{directory} has another vocabulary than the small models ({len(found):,} tokens, not {len(vocabulary())}): "
-            "the quality bench asks questions in their words; give --model small or small-sdar, or a checkpoint trained "
+            "the questions are in their words; give --model small or small-sdar, or a checkpoint trained "
             "by examples/train_small."
         )
 
@@ -95,8 +94,8 @@ def trained(described: Model, asked: str, *, instead: str = "small-sdar") -> Mod
     return described
 
 
-def run(
-    model: StepRunner, settings: QualitySettings, *, progress: Callable[[int, int, Score], None] | None = None
+def measure_exact(
+    model: StepRunner, settings: ExactSettings, *, progress: Callable[[int, int, Score], None] | None = None
 ) -> dict[str, Any]:
     """Decode the set and score it.
 

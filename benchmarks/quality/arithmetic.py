@@ -9,8 +9,8 @@ from __future__ import annotations
 from random import Random
 from typing import Final
 
-from mosaic.bench.quality.items import RESULT, Turn, pick
-from mosaic.bench.quality.split import held_out
+from benchmarks.quality.items import RESULT, Turn, pick
+from benchmarks.quality.split import held_out
 
 __all__ = ["OPERATIONS", "addition", "draw", "multiplication", "sorting", "subtraction"]
 

@@ -14,10 +14,10 @@ from itertools import pairwise
 from random import Random
 from typing import Final
 
-from mosaic.bench.quality.items import Turn, pick
-from mosaic.bench.quality.retrieval import draw_code, filler
-from mosaic.bench.quality.split import held_out
-from mosaic.bench.quality.vocabulary import CODES, KINDS, NAMES
+from benchmarks.quality.items import Turn, pick
+from benchmarks.quality.retrieval import draw_code, filler
+from benchmarks.quality.split import held_out
+from benchmarks.quality.vocabulary import CODES, KINDS, NAMES
 
 __all__ = [
     "COUNTED", "LEAST_MENTIONS", "LONGEST_CHAIN", "LONGEST_PASSAGE", "LONGEST_SERIES", "RANKS", "Chain", "Passage", "Series",

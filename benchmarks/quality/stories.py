@@ -12,9 +12,9 @@ from functools import cache
 from random import Random
 from typing import Final
 
-from mosaic.bench.quality.items import Turn, pick
-from mosaic.bench.quality.split import held_out
-from mosaic.bench.quality.vocabulary import ADJECTIVES, FEELINGS, FEMALE, ITEMS, MALE, NAMES, PLACES
+from benchmarks.quality.items import Turn, pick
+from benchmarks.quality.split import held_out
+from benchmarks.quality.vocabulary import ADJECTIVES, FEELINGS, FEMALE, ITEMS, MALE, NAMES, PLACES
 
 __all__ = ["FORMS", "draw", "faults", "pronoun", "story"]
 

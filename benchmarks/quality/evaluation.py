@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from random import Random
 from typing import Final
 
-from mosaic.bench.quality import arithmetic, gathering, retrieval, stories
-from mosaic.bench.quality.items import LONG_TASKS, TASKS, Item, Turn, pick, prompt_of
-from mosaic.bench.quality.split import held_out
-from mosaic.bench.quality.vocabulary import CODES, NAMES, vocabulary
+from benchmarks.quality import arithmetic, gathering, retrieval, stories
+from benchmarks.quality.items import LONG_TASKS, TASKS, Item, Turn, pick, prompt_of
+from benchmarks.quality.split import held_out
+from benchmarks.quality.vocabulary import CODES, NAMES, vocabulary
 from mosaic.errors import UnknownName, UsageError
 
 __all__ = ["ANSWER_ROOM", "DEPTHS", "LENGTHS", "evaluation_set", "gen_length", "seen_in_training"]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mosaic.bench.quality.evaluation import DEPTHS
-from mosaic.bench.quality.items import RESULT, Item
-from mosaic.bench.quality.stories import faults
-from mosaic.bench.quality.vocabulary import EOS, vocabulary
+from benchmarks.quality.evaluation import DEPTHS
+from benchmarks.quality.items import RESULT, Item
+from benchmarks.quality.stories import faults
+from benchmarks.quality.vocabulary import EOS, vocabulary
 
 __all__ = ["Score", "score", "summary"]
 
@@ -47,7 +47,7 @@ class Score:
 def score(item: Item, text: str) -> Score:
     """Judge a text, already cut before its first [EOS].
 
-    >>> from mosaic.bench.quality.evaluation import evaluation_set
+    >>> from benchmarks.quality.evaluation import evaluation_set
     >>> item = evaluation_set(tasks=("addition",), per_task=1)[0]
     >>> score(item, item.answer).exact, score(item, " Answer: " + item.result).whole
     (True, False)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from mosaic.bench.quality.items import Turn, pick
-from mosaic.bench.quality.split import held_out
-from mosaic.bench.quality.stories import pronoun
-from mosaic.bench.quality.vocabulary import ADJECTIVES, CODES, FEELINGS, ITEMS, KINDS, NAMES, PLACES, vocabulary
+from benchmarks.quality.items import Turn, pick
+from benchmarks.quality.split import held_out
+from benchmarks.quality.stories import pronoun
+from benchmarks.quality.vocabulary import ADJECTIVES, CODES, FEELINGS, ITEMS, KINDS, NAMES, PLACES, vocabulary
 
 __all__ = ["Document", "Fact", "ask", "document", "draw_code", "draw_facts", "filler", "scatter"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from mosaic.models.step import StepSize, most_rows
 
@@ -20,9 +21,16 @@ class SharedSizes:
 
     Of several requests, one whose largest steps of a phase differ counts with the most of each: window, keys and rows. What the
     live ones share is joined once, until one of them goes, so one more is a question about that one alone.
+
+    Parameters
+    ----------
+    all_sizes
+        Those of every session of an engine, each of its own requests. This one joins them, for as long as somebody holds it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, all_sizes: WeakSet[SharedSizes] | None = None) -> None:
+        self._all = WeakSet[SharedSizes]() if all_sizes is None else all_sizes
+        self._all.add(self)
         self._live: dict[Hashable, Sequence[StepSize]] = {}
         self._joined: dict[Phase, StepSize] | None = {}
 
@@ -38,7 +46,15 @@ class SharedSizes:
             self._joined = None
 
     def beside(self, more: Sequence[Sequence[StepSize]]) -> list[StepSize]:
-        """Return the sizes with the largest steps of other requests added; nothing changes."""
+        """Return the sizes with the largest steps of other requests added, and the sizes of other sessions if those take rows of
+        states, which stand beside every session's steps; nothing changes."""
+        found = self._joined_with(more)
+        if any(size.states for largest in more for size in largest):
+            for other in self._all:
+                found += other._joined_with([]) if other is not self else []
+        return found
+
+    def _joined_with(self, more: Sequence[Sequence[StepSize]]) -> list[StepSize]:
         if len(self._live) + len(more) == 1:
             return [size for largest in (*self._live.values(), *more) for size in largest]
         if self._joined is None:
