@@ -476,7 +476,7 @@ def test_contexts_go_by_either_name(mosaic: Any) -> None:
         pytest.param("mosaic generate --model small-s", "small-sdar", marks=pytest.mark.soak),
         pytest.param("mosaic devices --model dre", "dream-7b", marks=pytest.mark.soak),
         ("mosaic pack --solver cp", "cpsat"),
-        ("mosaic bench --device h2", "h200"),
+        ("mosaic generate --device h2", "h200"),
         ("mosaic cal", "calibrate"),
     ],
 )

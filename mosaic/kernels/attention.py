@@ -1,11 +1,9 @@
 """attention: softmax(q k^T * scale) v per sequence of a packed batch, bidirectional or in blocks, grouped-query.
 
-Contract: attention(q[T, N*H] sliced, k[S, K*H] whole, v[S, K*H] whole, cu_seqlens[B+1] int32, sees[T, 2] int32? sliced;
-head_size, scale, span, block) -> y[T, N*H]; y may overwrite q; `span` is for the cost model alone. Row r of q is row
-`row_start + r` of the packed batch and sees the keys of its own sequence; with `block`, those of its own block of `block` rows
-and of the blocks before; with `sees`, those in [sees[r, 0], sees[r, 1]).
-Tiles of query rows times tiles of key rows under an online softmax in float32 (float64 for float64). Legend: T query
-rows, S keys, B sequences, N query heads, K KV heads, H size.
+Row r of q is row `row_start + r` of the packed batch and sees the keys of its own sequence; with `block`, those of its own
+block of `block` rows and of the blocks before; with `sees`, those in [sees[r, 0], sees[r, 1]). Tiles of query rows times
+tiles of key rows under an online softmax in float32 (float64 for float64). Legend: T query rows, S keys, B sequences, N query
+heads, K KV heads, H size.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""copy: y = x.
-
-Contract: copy(x[*T]) -> y[*T], of one dtype; y overlaps no operand.
-"""
+"""copy: y = x."""
 
 from __future__ import annotations
 

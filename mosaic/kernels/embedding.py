@@ -1,7 +1,6 @@
 """embedding: rows of a table.
 
-Contract: embedding(ids[T] int64, table[V, D]) -> y[T, D], y[t] = table[ids[t]]. Legend: T tokens, V vocabulary, D
-hidden.
+Legend: T tokens, V vocabulary, D hidden.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """evict_tokens: which rows of a step go on beyond the layer that it is cut in, by how their importance has changed.
 
-Contract: evict_tokens(before[B, K, P] float32, after[B, K, P] float32, listed[B, P] int32, first[B] int32, progress[B] int32,
-status[T] uint8, positions[T] int32, cu_seqlens[B+1] int32, decoded[B] int32, owner[B] int64, state[E, 2] float32,
-ranks[B, P] float32 or None; alpha, history, threshold, placeholders, weight, keep, rank) -> rows[T] int64, bounds[B+1] int32,
-total[1] int64, seen[B] int32; updates state, all whole, as `mosaic.registrar.operators.evict_tokens` says. Legend: B sequences, K
-KV heads, P positions of a block, T rows, E rows of the state.
+Legend: B sequences, K KV heads, P positions of a block, T rows, E rows of the state.
 """
 
 from __future__ import annotations

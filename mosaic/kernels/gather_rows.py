@@ -1,6 +1,5 @@
 """gather_rows: chosen rows of a matrix, or elements of a vector.
 
-Contract: gather_rows(x[S, D] or x[S] whole, rows[C] int64) -> y[C, D] or y[C], y[c] = x[rows[c]]; y overlaps no operand.
 Legend: S tokens, C rows.
 """
 

@@ -1,8 +1,6 @@
 """grouped_linear: each expert's rows times that expert's weight.
 
-Contract: grouped_linear(x[A, I], weight[E, O, I], offsets[E+1] int64) -> y[A, O]; rows [offsets[e], offsets[e+1])
-belong to expert e, offsets[E] = A. y overlaps no operand. Legend: A assignments (rows x top-k), E experts, I inputs, O
-outputs.
+y overlaps no operand. Legend: A assignments (rows x top-k), E experts, I inputs, O outputs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """guide: classifier-free guidance of hidden rows.
 
-Contract: guide(updates x[C, D], uncond[C, D], guidance[1] float32): x = uncond + (guidance + 1) * (x - uncond), in float32
-(float64 for float64), rounded once. x and uncond do not overlap. The head is linear, so this guides the logits. Source:
-LLaDA's sampler. Legend: C rows, D hidden.
+x and uncond do not overlap. The head is linear, so this guides the logits. Source: LLaDA's sampler. Legend: C rows, D hidden.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """head_norm: rms_norm of every head of a row, in place (the q and k norms of Qwen3-style attention).
 
-Contract: head_norm(updates x[T, N*H], weight[H]; eps), computed in float32. Legend: T rows, N heads, H head
-size.
+Legend: T rows, N heads, H head size.
 """
 
 from __future__ import annotations

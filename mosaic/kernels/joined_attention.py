@@ -1,13 +1,9 @@
 """joined_attention: attention to a block's own keys, joined with the output over its prefix, which is fresh or was kept.
 
-Contract: joined_attention(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, seen[B] int32, cu_seqlens[B+1]
-int32, positions[T] int32, prefix[B] int32, kept[E, Z*M*N*H], kept_sums[S, Z*M*N] float32, owner[B] int64 or none of these,
-fresh[T, N*H], fresh_sums[T, N] float32, refreshed[B] int32 or none of these, all whole; layer, slot, rows, kv_heads, head_size,
-scale, block) -> y[T, N*H]; updates kept and kept_sums; y may overwrite q. Which rows have which keys and which of both outputs, the
-contract says (`mosaic.registrar.operators.joined_attention`; FlashBlock, arXiv 2602.05305). Of outputs y_1, y_2 with log-sum-exps
-s_1, s_2 the softmax over both sets of keys gives y_1 + (y_2 - y_1) * sigmoid(s_2 - s_1).
-Legend: T query rows, R rows, L layers, B sequences, X extents, E and S rows of states, Z slots, M rows of a block, N query heads,
-K KV heads, G heads of a group, H size.
+Which rows have which keys and which of both outputs, the contract says (`mosaic.registrar.operators.joined_attention`;
+FlashBlock, arXiv 2602.05305). Of outputs y_1, y_2 with log-sum-exps s_1, s_2 the softmax over both sets of keys gives y_1 +
+(y_2 - y_1) * sigmoid(s_2 - s_1). Legend: T query rows, R rows, L layers, B sequences, X extents, E and S rows of states, Z
+slots, M rows of a block, N query heads, K KV heads, G heads of a group, H size.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """key_mass: how much attention the voting rows of each sequence give to each key of its prefix, per set of heads.
 
-Contract: key_mass(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, captured[B] int32, cu_keys[B+1] int32,
-votes[T] uint8, cu_seqlens[B+1] int32, logsumexp[T, N] float32, positions[T] int32 or None; layer, kv_heads, head_size, scale, sets,
-columns, span, statistic, block, rows, tiles) -> mass[sets * tiles, S] float32, all whole; `columns` is S, and `span` is for the
-cost model alone. The formula is that of the contract (`mosaic.registrar.operators.key_mass`; MAGE, equation 3). Each tile of rows
-passes over the prefix. A row without a vote has an infinite log-sum-exp, so that it changes nothing. Float32 inside (float64 for
-float64). Legend: T rows, R rows of the state, L layers, S keys of all prefixes, B sequences, X extents, N query heads, K KV heads,
-H size, A rows times heads of a tile.
+The formula is that of the contract (`mosaic.registrar.operators.key_mass`; MAGE, equation 3). Each tile of rows passes over
+the prefix. A row without a vote has an infinite log-sum-exp, so that it changes nothing. Float32 inside (float64 for
+float64). Legend: T rows, R rows of the state, L layers, S keys of all prefixes, B sequences, X extents, N query heads, K KV
+heads, H size, A rows times heads of a tile.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """kv_attention: softmax(q k^T * scale) v per sequence, over keys and values kept in rows of a state buffer.
 
-Contract: kv_attention(q[T, N*H] sliced, kv[R, L*2*K*H] whole, extents[X, 4] int64 whole, cu_extents[B+1] int32 whole, seen[B]
-int32 whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced, sees[T, 2] int32? sliced; layer, kv_heads, head_size, scale,
-span, keys, block, parts) -> y[T, N*H]; y may overwrite q; `span`, `keys` and `parts` do not matter here. Row r of q is row
-`row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`, at position p, those before
-(p // block + 1) * block; with `sees`, those at positions in [sees[r, 0], sees[r, 1]). Where a key lies,
-`mosaic.registrar.operators.kv_store` says. A row in no sequence, or that sees no key, is left as it was. The queries of all heads
-that share keys are packed into one tile; online softmax in float32 (float64 for float64). Legend: T query rows, R rows, L layers,
-S keys, B sequences, X extents, N query heads, K KV heads, H size.
+Row r of q is row `row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`, at
+position p, those before (p // block + 1) * block; with `sees`, those at positions in [sees[r, 0], sees[r, 1]). Where a key
+lies, `mosaic.registrar.operators.kv_store` says. A row in no sequence, or that sees no key, is left as it was. The queries of
+all heads that share keys are packed into one tile; online softmax in float32 (float64 for float64). Legend: T query rows, R
+rows, L layers, S keys, B sequences, X extents, N query heads, K KV heads, H size.
 """
 
 from __future__ import annotations

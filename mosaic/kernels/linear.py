@@ -1,7 +1,6 @@
 """linear: y = x @ weight.T + bias.
 
-Contract: linear(x[T, I], weight[O, I], bias[O] optional) -> y[T, O]; y overlaps no operand. Accumulates in float32 or
-wider. Legend: T rows, I inputs, O outputs.
+Accumulates in float32 or wider. Legend: T rows, I inputs, O outputs.
 """
 
 from __future__ import annotations

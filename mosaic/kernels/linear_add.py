@@ -1,7 +1,6 @@
 """linear_add: y += x @ weight.T, a projection that adds itself to the residual stream.
 
-Contract: linear_add(x[T, I], weight[O, I], updates y[T, O]); y overlaps no other operand. Accumulates in float32 or
-wider. Legend: T rows, I inputs, O outputs.
+Accumulates in float32 or wider. Legend: T rows, I inputs, O outputs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""minimum: y = min(x, other). Contract: minimum(x[B] int32, other[B] int32) -> y[B] int32; y may overwrite either."""
+"""minimum: y = min(x, other)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """moe_combine: the experts' outputs, weighted and added to the rows they came from.
 
-Contract: moe_combine(y[C*k, D], order[C*k] int64, scores[C, k], updates x[C, D]): x[order[j] // k] +=
-scores.flat[order[j]] * y[j]. Each row adds its k outputs in the order of its own top-k list, in float32 or wider, so
-the result does not depend on the sort or on threads. Legend: C rows, D hidden, k experts a row.
+Each row adds its k outputs in the order of its own top-k list, in float32 or wider, so the result does not depend on the sort
+or on threads. Legend: C rows, D hidden, k experts a row.
 """
 
 from __future__ import annotations

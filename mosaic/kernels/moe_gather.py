@@ -1,7 +1,6 @@
 """moe_gather: the rows of the assignments, in expert order.
 
-Contract: moe_gather(x[C, D], order[C*k] int64; top_k) -> y[C*k, D], y[j] = x[order[j] // k]. Legend: C rows, D hidden,
-k experts a row.
+Legend: C rows, D hidden, k experts a row.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """moe_route: scores of the experts, then the top k.
 
-Contract: moe_route(x[C, D], weight[E, D], bias[E] float32?; top_k, normalize, scoring, groups, top_groups, scale) ->
-scores[C, k] in the dtype of x, experts[C, k] int64; softmax over all E or sigmoid of each in float32, chosen by score +
-bias in the `top_groups` groups whose two best sum up highest, descending, ties to the lower expert and group; then,
-without the bias, divided by their sum if `normalize`, times `scale`. The logits of 16-bit inputs are kept in float32.
-Source: LLaDA-MoE's router (softmax, normalize off), Qwen3-MoE's (either), LLaDA2.0's (sigmoid, 1e-20 added to the sum).
-Legend: C rows, D hidden, E experts, G groups.
+The logits of 16-bit inputs are kept in float32. Source: LLaDA-MoE's router (softmax, normalize off), Qwen3-MoE's (either),
+LLaDA2.0's (sigmoid, 1e-20 added to the sum). Legend: C rows, D hidden, E experts, G groups.
 """
 
 from __future__ import annotations

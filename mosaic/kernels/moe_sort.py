@@ -1,10 +1,9 @@
 """moe_sort: the assignments of rows to experts, grouped by expert.
 
-Contract: moe_sort(experts[C, k] int64; num_experts) -> order[C*k] int64 (flat assignment ids sorted by expert, stable),
-offsets[E+1] int64 (expert e owns order[offsets[e]:offsets[e+1]]). Legend: C rows, k experts a row, E experts.
+Legend: C rows, k experts a row, E experts.
 
-PyTorch's sort and bincount allocate, also with out=. Instead each assignment becomes the key expert * C*k + id, all
-keys differ, and NumPy sorts the plan's own memory in place; the id is the key's remainder.
+PyTorch's sort and bincount allocate, also with out=. Instead each assignment becomes the key expert * C*k + id, all keys
+differ, and NumPy sorts the plan's own memory in place; the id is the key's remainder.
 """
 
 from __future__ import annotations

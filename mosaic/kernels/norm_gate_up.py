@@ -1,7 +1,6 @@
 """norm_gate_up: y = silu(h @ gate.T) * (h @ up.T) with h = rms_norm(x), for few rows.
 
-Contract: norm_gate_up(x[T, D], norm[D], gate[F, D], up[F, D]; eps) -> y[T, F], which overlaps no operand. Norm, products and
-activation as in `rms_norm`, `linear` and `silu_mul`. Legend: T rows, D hidden, F feed-forward.
+Norm, products and activation as in `rms_norm`, `linear` and `silu_mul`. Legend: T rows, D hidden, F feed-forward.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """norm_qkv: q, k and v = rms_norm(x) @ weight.T (+ bias), for few rows.
 
-Contract: norm_qkv(x[T, D], norm[D], q_weight[Q, D], k_weight[K, D], v_weight[K, D], updates arrivals[A] int32, q_bias[Q], k_bias[K]
-and v_bias[K] or none; eps) -> q[T, Q], k[T, K], v[T, K], which overlap no operand. Norm and products as in `rms_norm` and `linear`;
-arrivals stay as they are. Legend: T rows, D hidden, Q and K columns of queries and of keys, A counts.
+Norm and products as in `rms_norm` and `linear`; arrivals stay as they are. Legend: T rows, D hidden, Q and K columns of
+queries and of keys, A counts.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """page_bounds: how much attention the voting rows of each sequence can give to the keys of each page, at most, per set of heads.
 
-Contract: page_bounds(q[T, N*H], extrema[E, Z*2*K*H], page_table[M] int64, cu_pages[B+1] int32, votes[T] uint8, cu_seqlens[B+1]
-int32, positions[T] int32 or None; slot, kv_heads, head_size, sets, columns, page_span, statistic, block, rows, tiles) -> bound[sets
-* tiles, S] float32, all whole; `columns` is S, and `page_span` is for the cost model alone. The formula is that of the contract
-(`mosaic.registrar.operators.page_bounds`; Quest, section 3): what of a query is above 0 is multiplied with the largest key, the
-rest with the least. Float32 inside (float64 for float64). Legend: T rows, E rows of pages, Z sparse layers, M pages, S columns, B
-sequences, N query heads, K KV heads, H size, A rows times heads of a tile.
+The formula is that of the contract (`mosaic.registrar.operators.page_bounds`; Quest, section 3): what of a query is above 0
+is multiplied with the largest key, the rest with the least. Float32 inside (float64 for float64). Legend: T rows, E rows of
+pages, Z sparse layers, M pages, S columns, B sequences, N query heads, K KV heads, H size, A rows times heads of a tile.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """page_extrema: the least and the largest key of pages, element by element, into the rows of a state.
 
-Contract: page_extrema(kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, page_table[M] int64, cu_pages[B+1] int32,
-first_page[B] int32, extrema[E, Z*2*K*H]; layer, slot, page, kv_heads, head_size, tokens), all whole; updates extrema; `tokens` is
-for the cost model alone. Which pages are written where, the contract says (`mosaic.registrar.operators.page_extrema`; Quest,
-section 3).
-Legend: R rows of keys, L layers, B sequences, X extents, M pages, E rows of pages, Z sparse layers, K KV heads, H size.
+Which pages are written where, the contract says (`mosaic.registrar.operators.page_extrema`; Quest, section 3). Legend: R rows
+of keys, L layers, B sequences, X extents, M pages, E rows of pages, Z sparse layers, K KV heads, H size.
 """
 
 from __future__ import annotations

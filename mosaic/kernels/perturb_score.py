@@ -1,7 +1,6 @@
 """perturb_score: Gumbel noise on the scores of rows, so that the highest k are k draws without replacement.
 
-Contract: perturb_score(updates score[M] float32, keys[M] int64, temperature[1] float32): score / temperature + the Gumbel
-number of the row's key where the temperature is above 0, unchanged at 0. Source: Kool et al. 2019. Legend: M rows.
+Source: Kool et al. 2019. Legend: M rows.
 """
 
 from __future__ import annotations

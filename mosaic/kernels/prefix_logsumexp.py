@@ -1,10 +1,8 @@
 """prefix_logsumexp: over the prefix of each voting row, the logarithm of what the exponentials of its scores add up to.
 
-Contract: prefix_logsumexp(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, captured[B] int32, votes[T] uint8,
-cu_seqlens[B+1] int32; layer, kv_heads, head_size, scale, span, keys) -> logsumexp[T, N] float32, all whole; `span` and `keys` are
-for the cost model alone. The formula is that of the contract (`mosaic.registrar.operators.prefix_logsumexp`). Online over tiles of
-keys, in float32 (float64 for float64). Legend: T rows, R rows of the state, L layers, B sequences, X extents, N query heads, K KV
-heads, H size, A rows times heads of a tile.
+The formula is that of the contract (`mosaic.registrar.operators.prefix_logsumexp`). Online over tiles of keys, in float32
+(float64 for float64). Legend: T rows, R rows of the state, L layers, B sequences, X extents, N query heads, K KV heads, H
+size, A rows times heads of a tile.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """query_change: by how much each sequence's queries differ from the kept ones; new ones are kept.
 
-Contract: query_change(q[T, C], kept[E, M*C], owner[B] int64, prefix[B] int32, cu_seqlens[B+1] int32, positions[T] int32,
-refreshed[B] int32 or None, all whole; rows) -> change[B] float32; updates kept. What is kept and what is compared, the contract
-says (`mosaic.registrar.operators.query_change`; FlashBlock, LoSA). Sums are in float32 (float64 for float64).
-Legend: T query rows, C columns, E owners, M rows of a block, B sequences.
+What is kept and what is compared, the contract says (`mosaic.registrar.operators.query_change`; FlashBlock, LoSA). Sums are
+in float32 (float64 for float64). Legend: T query rows, C columns, E owners, M rows of a block, B sequences.
 """
 
 from __future__ import annotations

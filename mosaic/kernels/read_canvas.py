@@ -1,7 +1,6 @@
 """read_canvas: tokens of some rows of a canvas, and `open_id` where a position is open.
 
-Contract: read_canvas(canvas[R] int64 whole, rows[C] int64; open_id) -> y[C] int64, y = canvas[rows], or open_id where that is
--1 or rows lies outside the canvas; y overlaps no operand. Legend: R rows of the state, C rows that are read.
+Legend: R rows of the state, C rows that are read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """resume_rows: bounds and positions of the rows kept, and which rows to decide are among them.
 
-Contract: resume_rows(chosen[S] int64, bounds[B+1] int32, positions[T] int32, rows[M] int64, cu_rows[B+1] int32; size, most) ->
-kept[C] int64, kept_positions[C] int32, cu_seqlens[B+1] int32, decided[D] int64, asked[D] int64, cu_decided[B+1] int32, place[M]
-int32, count[1] int32, as `mosaic.registrar.operators.resume_rows` says; all are read whole. Outputs overlap no operand. Legend: S
-numbers of tokens, C rows kept, T tokens, M rows asked for, D rows decided, B sequences.
+Outputs overlap no operand. Legend: S numbers of tokens, C rows kept, T tokens, M rows asked for, D rows decided, B sequences.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """rms_norm: y = x / sqrt(mean(x^2) + eps) * weight, per row.
 
-Contract: rms_norm(x[T, D], weight[D]; eps) -> y[T, D], computed in float32 and cast back; y may overwrite x.
 Source: Zhang and Sennrich 2019, "Root mean square layer normalization". Legend: T rows, D hidden.
 """
 

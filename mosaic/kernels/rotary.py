@@ -1,9 +1,9 @@
 """rotary: rotary position embedding, rotate-half, on the first R columns of each head, in place.
 
 Formula: with a = position * inv_freq, (x1, x2) -> (x1 cos a - x2 sin a, x2 cos a + x1 sin a), x1 and x2 the two halves
-of R, cosines and sines times `factor`. Contract: rotary(updates x[T, N*H], positions[T] int32, inv_freq[R/2] or [S, R/2]
-float32, sequences[T] int32?; head_size, factor); angles, cosines and sines in float32. Source: Su et al. 2021, "RoFormer".
-Legend: T rows, N heads, H head size, R rotated columns of a head, h = R/2, S sequences.
+of R, cosines and sines times `factor`.
+
+Source: Su et al. 2021, "RoFormer". Legend: T rows, N heads, H head size, R rotated columns of a head, h = R/2, S sequences.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """rotary_store: heads of q and k normed and rotated, q in place, k and v into the rows that their sequences own.
 
-Contract: rotary_store(updates q[T, N*H] sliced, k[T, W] sliced, v[T, W] sliced, updates kv[R, L*2*W] whole, extents[X, 4] int64
-whole, cu_extents[B+1] int32 whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced, inv_freq[R/2] or [S, R/2] float32,
-q_norm[H] and k_norm[H] or none, sequences[T] int32? sliced; layer, head_size, eps, factor): `head_norm`, `rotary` and `kv_store`
-one after the other; k and v are only read. Row r of q is row `row_start + r` of the packed window. Legend: T tokens, N query
-heads, H head size, W width of keys.
+Row r of q is row `row_start + r` of the packed window. Legend: T tokens, N query heads, H head size, W width of keys.
 """
 
 from __future__ import annotations

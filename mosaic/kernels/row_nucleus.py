@@ -1,16 +1,14 @@
 """row_nucleus: a token of each row drawn from what top-p and top-k keep.
 
-Contract: row_nucleus(logits[C, V], keys[C] int64, temperature[1] float32, top_p[1] float32, top_k[1] int32) -> sample[C]
-int64, probability[C], margin[C], entropy[C] float32. In the order of the logits, the highest first, ties to the lower id,
-the first n tokens are kept: those before which the softmax of logits / temperature has no more mass than top_p (1 and
-more: all), and no more than top_k (0 and less: all). probability is the sample's, margin the first's less the second's (0
-if there is none), entropy sum p log(p + 1e-10), of the softmax over the kept. The sample is the argmax over the kept of
-row_sample's score, logit - temperature * log E; at temperature 0 the first, with the softmax at 1. A row of nothing but
--inf has token 0 and zeros. Source: Dream's `sample_tokens`; there top-k keeps all tokens that tie with the k-th. Legend: C
-rows, V vocabulary.
+In the order of the logits, the highest first, ties to the lower id, the first n tokens are kept: those before which the
+softmax of logits / temperature has no more mass than top_p (1 and more: all), and no more than top_k (0 and less: all).
+probability is the sample's, margin the first's less the second's (0 if there is none), entropy sum p log(p + 1e-10), of the
+softmax over the kept. The sample is the argmax over the kept of row_sample's score, logit - temperature * log E; at
+temperature 0 the first, with the softmax at 1. A row of nothing but -inf has token 0 and zeros. Source: Dream's
+`sample_tokens`; there top-k keeps all tokens that tie with the k-th. Legend: C rows, V vocabulary.
 
-Masses are added in float64 here and in float32 on a GPU, in other orders: a token that passes top_p by less than the
-rounding of the sum, about 1e-6, may be kept by one and not by the other.
+Masses are added in float64 here and in float32 on a GPU, in other orders: a token that passes top_p by less than the rounding
+of the sum, about 1e-6, may be kept by one and not by the other.
 """
 
 from __future__ import annotations

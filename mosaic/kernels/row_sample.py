@@ -1,8 +1,7 @@
 """row_sample: the statistics of row_stats, and a token of each row drawn from softmax(logits / temperature).
 
-Contract: row_sample(logits[C, V], keys[C] int64, temperature[1] float32) -> the outputs of row_stats, of the logits as
-they are, then sample[C] int64 and sample_logit[C] float32, the sample's own logit. A sample is a function of its row's
-logits, its key and the temperature: never of chunks, tiles or where the row stands. Legend: C rows, V vocabulary.
+A sample is a function of its row's logits, its key and the temperature: never of chunks, tiles or where the row stands.
+Legend: C rows, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """row_score: by what rows are chosen, from their statistics.
 
-Contract: row_score(maximum[M], second[M], logsumexp[M], entropy[M], sample_logit[M] float32, keys?[M] int64; kind) ->
-score[M] float32: `confidence` exp(sample_logit - logsumexp); `margin` exp(maximum - logsumexp) - exp(second - logsumexp);
-`entropy` -entropy; `random` u in (0, 1) of the row's key; `sequential` -(row index). score overlaps no operand. Legend: M
-rows.
+score overlaps no operand. Legend: M rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """row_stats: what a sampler needs of each row of logits, in float32.
 
-Contract: row_stats(logits[C, V]) -> token[C] int64 (argmax, ties to the lower index), maximum[C], second[C] (second
-largest logit), logsumexp[C], entropy[C] (natural logarithm), float32. The logits are read only. Legend: C rows, V
-vocabulary.
+The logits are read only. Legend: C rows, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """selected_attention: softmax(q k^T * scale) v per sequence, over selected keys of a prefix and all keys after it.
 
-Contract: selected_attention(q[T, N*H] sliced, kv[R, L*2*K*H] whole, extents[X, 4] int64 whole, cu_extents[B+1] int32 whole,
-selected[E, W] int32 whole, owner[B] int64 whole, captured[B] int32 whole, seen[B] int32 whole, cu_seqlens[B+1] int32 whole,
-positions[T] int32 sliced; layer, slot, sets, k, page, kv_heads, head_size, scale, attended, block, rows, tiles) -> y[T, N*H]; y may
-overwrite q; `attended` is for the cost model alone. Who attends to what, the contract says
-(`mosaic.registrar.operators.selected_attention`; MAGE, Algorithm 1). Row r of q is row `row_start + r` of the packed window. A row
-in no sequence, or that sees no key, is left as it was. Selected keys are gathered into tiles; online softmax in float32 (float64
-for float64). Legend: T query rows, R rows of the state, L layers, B sequences, X extents, E rows of selections, N query heads, K KV
-heads, H size.
+Who attends to what, the contract says (`mosaic.registrar.operators.selected_attention`; MAGE, Algorithm 1). Row r of q is row
+`row_start + r` of the packed window. A row in no sequence, or that sees no key, is left as it was. Selected keys are gathered
+into tiles; online softmax in float32 (float64 for float64). Legend: T query rows, R rows of the state, L layers, B sequences,
+X extents, E rows of selections, N query heads, K KV heads, H size.
 """
 
 from __future__ import annotations

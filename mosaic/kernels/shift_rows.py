@@ -1,7 +1,6 @@
 """shift_rows: the row whose logits predict row i, in models trained with a shift (Dream): i - 1, within its sequence.
 
-Contract: shift_rows(rows[M] int64, cu_seqlens[B+1] int32) -> y[M] int64, y = max(row - 1, first row of its sequence); y
-may overwrite rows. Moving indices instead of copying shifted logits. Legend: M rows, B sequences.
+Moving indices instead of copying shifted logits. Legend: M rows, B sequences.
 """
 
 from __future__ import annotations

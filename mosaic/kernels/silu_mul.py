@@ -1,7 +1,6 @@
 """silu_mul: gate = silu(gate) * up, silu(z) = z / (1 + exp(-z)).
 
-Contract: silu_mul(updates gate[T, F], up[T, F]); gate and up do not overlap. Rounds to the dtype after each of the two
-steps, as the reference models do. Legend: T rows, F feed-forward.
+Rounds to the dtype after each of the two steps, as the reference models do. Legend: T rows, F feed-forward.
 """
 
 from __future__ import annotations

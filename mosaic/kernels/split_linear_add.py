@@ -1,7 +1,6 @@
 """split_linear_add: y += x @ weight.T; here as one product, so arrivals stay as they are.
 
-Contract: split_linear_add(x[T, I], weight[O, I], updates y[T, O], updates arrivals[A] int32); y overlaps no other operand;
-arrivals are 0 before and after. Accumulates in float32 or wider. Legend: T rows, I inputs, O outputs, A counts.
+Accumulates in float32 or wider. Legend: T rows, I inputs, O outputs, A counts.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """token_importance: how much attention the voting rows of each sequence give to the positions of its block, per KV head.
 
-Contract: token_importance(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, cu_seqlens[B+1] int32,
-votes[T] uint8, first[B] int32, listed[B, P] int32; layer, kv_heads, head_size, scale, pool) -> importance[B, K, P] float32, all
-whole. The formula is that of the contract (`mosaic.registrar.operators.token_importance`; FOCUS, equations 2 and 15). Sums are in
-float32 (float64 for float64). Legend: T rows, R rows of the state, L layers, B sequences, X extents, N query heads, K KV heads, H
-size, P positions of a block, A rows times heads of a tile.
+The formula is that of the contract (`mosaic.registrar.operators.token_importance`; FOCUS, equations 2 and 15). Sums are in
+float32 (float64 for float64). Legend: T rows, R rows of the state, L layers, B sequences, X extents, N query heads, K KV
+heads, H size, P positions of a block, A rows times heads of a tile.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """top_keys: the pages of each prefix with the most attention mass, per set, into the rows of a state.
 
-Contract: top_keys(mass[sets, S] float32, captured[B] int32, cu_keys[B+1] int32, owner[B] int64, selected[E, W] int32; slot, sets,
-k, page, ratio, enough), all whole; updates selected. What is chosen, and where it is written, is as the contract says
-(`mosaic.registrar.operators.top_keys`; MAGE, equation 3). The pages of one sequence and set are sorted in the plan's own memory.
-Legend: S keys of all prefixes, B sequences, E rows, W numbers of a row.
+What is chosen, and where it is written, is as the contract says (`mosaic.registrar.operators.top_keys`; MAGE, equation 3).
+The pages of one sequence and set are sorted in the plan's own memory. Legend: S keys of all prefixes, B sequences, E rows, W
+numbers of a row.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """transfer: which rows are committed by their scores, and the tokens after it.
 
-Contract: transfer(token[M] int64, score[M] float32, current[M] int64, cu_rows[B+1] int32, quota[B] int32, threshold[B]
-float32, edit_threshold?[B] float32; rule, mask_id) -> chosen[M] int64, committed[M] uint8 (0 or 1). The rules are those of
-the contract. All of them commit, of a sequence's candidates in the order of their scores (ties: the lower row), the first
-few; they differ in how many. Outputs overlap no operand. Legend: M rows, B sequences.
+The rules are those of the contract. All of them commit, of a sequence's candidates in the order of their scores (ties: the
+lower row), the first few; they differ in how many. Outputs overlap no operand. Legend: M rows, B sequences.
 
 The order is sorted in the plan's own memory (`_order`), and thresholds are counted in it by binary search.
 """

@@ -1,7 +1,6 @@
 """unembed_sample: the statistics and samples of x @ weight.T, whose rows of logits never exist.
 
-Contract: unembed_sample(x[C, D], weight[V, D], keys[C] int64, temperature[1] float32) -> the outputs of row_sample for
-the logits x @ weight.T. Tiles as in unembed_stats. Legend: C rows, D hidden, V vocabulary.
+Tiles as in unembed_stats. Legend: C rows, D hidden, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """unembed_stats: the statistics of x @ weight.T, whose rows of logits never exist.
 
-Contract: unembed_stats(x[C, D], weight[V, D]) -> token[C] int64 (argmax, ties to the lower index), maximum[C],
-second[C], logsumexp[C], entropy[C], float32. Vocabulary tiles outside, row tiles inside: the weight is read once,
-logits exist one tile at a time, in float32 whatever the dtype. Legend: C rows, D hidden, V vocabulary.
+Vocabulary tiles outside, row tiles inside: the weight is read once, logits exist one tile at a time, in float32 whatever the
+dtype. Legend: C rows, D hidden, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""zeros: y = 0. Contract: zeros(; count) -> y[count] int32, contiguous."""
+"""zeros: y = 0."""
 
 from __future__ import annotations
 

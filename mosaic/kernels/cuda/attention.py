@@ -1,14 +1,13 @@
 """attention on CUDA: softmax(q k^T * scale) v per sequence of a packed batch, bidirectional or in blocks, grouped-query.
 
-Contract: attention(q[T, N*H] sliced, k[S, K*H] whole, v[S, K*H] whole, cu_seqlens[B+1] int32, sees[T, 2] int32? sliced;
-head_size, scale, span, block) -> y[T, N*H]; y may overwrite q; `span` is for the cost model alone. Row r of q is row
-`row_start + r` of the packed batch and sees the keys of its own sequence; with `block`, those of its own block of `block` rows
-and of the blocks before; with `sees`, those in [sees[r, 0], sees[r, 1]); a row in no sequence is left as it was.
+Row r of q is row `row_start + r` of the packed batch and sees the keys of its own sequence; with `block`, those of its own
+block of `block` rows and of the blocks before; with `sees`, those in [sees[r, 0], sees[r, 1]); a row in no sequence is left
+as it was.
 
 Online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867) in float32 over tiles of query rows times tiles of keys, as in
-FlashAttention (Dao et al. 2022). A tile of query rows may span sequences: each row then masks the keys of the others, so nothing
-is read on the host and a batch of many short sequences needs no more tiles than one long one. Legend: T query rows, S keys, B
-sequences, N query heads, K KV heads, H head size.
+FlashAttention (Dao et al. 2022). A tile of query rows may span sequences: each row then masks the keys of the others, so
+nothing is read on the host and a batch of many short sequences needs no more tiles than one long one. Legend: T query rows, S
+keys, B sequences, N query heads, K KV heads, H head size.
 """
 
 from __future__ import annotations

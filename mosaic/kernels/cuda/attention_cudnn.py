@@ -1,11 +1,10 @@
 """attention on CUDA by cuDNN: softmax(q k^T * scale) v of one sequence, all tokens visible, grouped-query.
 
-Contract: as `attention`, for a batch of one sequence: `cu_seqlens` has two entries, and every query sees all of k. q, k,
-v and y are views [rows, heads * H] whose rows may be strided; y may be q itself. cuDNN gets one static graph per shape,
-with the strides as they are, and runs it on the caller's pointers and stream with the op's scratch as its workspace.
-Never its dynamic-shape kernel cache: it returned wrong values (cuDNN 9.19, H200). Measured there: 610 to 680 TFLOP/s in
-bfloat16, heads of 128; the first graph takes about a second, each further one 0.04 s. Legend: T query rows, S keys, N
-query heads, K KV heads, H head size.
+q, k, v and y are views [rows, heads * H] whose rows may be strided; y may be q itself. cuDNN gets one static graph per shape,
+with the strides as they are, and runs it on the caller's pointers and stream with the op's scratch as its workspace. Never
+its dynamic-shape kernel cache: it returned wrong values (cuDNN 9.19, H200). Measured there: 610 to 680 TFLOP/s in bfloat16,
+heads of 128; the first graph takes about a second, each further one 0.04 s. Legend: T query rows, S keys, N query heads, K KV
+heads, H head size.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """confidence on CUDA: the softmax probability of the largest logit, exp(maximum - logsumexp).
 
-Contract: confidence(maximum[M] float32, logsumexp[M] float32) -> y[M] float32; y may overwrite either. Legend: M rows.
+Legend: M rows.
 """
 
 from __future__ import annotations

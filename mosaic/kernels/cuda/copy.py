@@ -1,8 +1,8 @@
 """copy on CUDA: y = x, on the device or between it and pinned host memory, by the copy engines where rows are adjacent.
 
-Contract: copy(x[*T]) -> y[*T], of one dtype; y overlaps no operand. One of the two may be a tensor on the CPU: its memory
-must be pinned (registered), or the copy stalls the host. Between the two, rows of a matrix may lie apart (columns of a
-wider one): that is one two-dimensional transfer, for PyTorch would ask its allocator for a contiguous detour.
+One of the two may be a tensor on the CPU: its memory must be pinned (registered), or the copy stalls the host. Between the
+two, rows of a matrix may lie apart (columns of a wider one): that is one two-dimensional transfer, for PyTorch would ask its
+allocator for a contiguous detour.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """embedding on CUDA: rows of a table.
 
-Contract: embedding(ids[T] int64, table[V, D]) -> y[T, D], y[t] = table[ids[t]]; an id outside the table gives a row of
-NaN. Legend: T tokens, V vocabulary, D hidden.
+Legend: T tokens, V vocabulary, D hidden.
 """
 
 from __future__ import annotations

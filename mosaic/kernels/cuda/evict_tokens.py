@@ -1,13 +1,9 @@
 """evict_tokens on CUDA: which rows of a step go on beyond the layer that it is cut in, in two launches.
 
-Contract: evict_tokens(before[B, K, P] float32, after[B, K, P] float32, listed[B, P] int32, first[B] int32, progress[B] int32,
-status[T] uint8, positions[T] int32, cu_seqlens[B+1] int32, decoded[B] int32, owner[B] int64, state[E, 2] float32, ranks[B, P]
-float32 or None; alpha, history, threshold, placeholders, weight, keep, rank) -> rows[T] int64, bounds[B+1] int32, total[1] int64,
-seen[B] int32; updates state, all whole, as `mosaic.registrar.operators.evict_tokens` says. In the first launch a program a
-sequence chooses: rows of the block are the last P of the window at most, so they are one tile, and each is compared with each. In
-the second it adds up what those before it keep, and writes its rows; one program more writes what is nobody's. Scratch: whether a
-row is kept, and how many a sequence keeps. Nothing is read on the host. Legend: B sequences, K KV heads, P positions of a block, T
-rows, E rows of the state.
+In the first launch a program a sequence chooses: rows of the block are the last P of the window at most, so they are one
+tile, and each is compared with each. In the second it adds up what those before it keep, and writes its rows; one program
+more writes what is nobody's. Scratch: whether a row is kept, and how many a sequence keeps. Nothing is read on the host.
+Legend: B sequences, K KV heads, P positions of a block, T rows, E rows of the state.
 """
 
 from __future__ import annotations

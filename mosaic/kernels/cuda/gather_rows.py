@@ -1,7 +1,6 @@
 """gather_rows on CUDA: chosen rows of a matrix, or elements of a vector.
 
-Contract: gather_rows(x[S, D] or x[S] whole, rows[C] int64) -> y[C, D] or y[C], y[c] = x[rows[c]]; y overlaps no operand; a row
-outside x gives NaN, or 0 in integers. Legend: S tokens, C rows, D hidden.
+Legend: S tokens, C rows, D hidden.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """grouped_linear on CUDA: each expert's rows times that expert's weight, all experts in one launch.
 
-Contract: grouped_linear(x[A, I], weight[E, O, I], offsets[E+1] int64) -> y[A, O]; rows [offsets[e], offsets[e+1])
-belong to expert e, offsets[E] = A. y overlaps no operand. The offsets stay on the device: the grid has room for a
-ragged last tile of every expert, each program finds its expert by one comparison with the offsets, programs left over
-return. Products are computed transposed, because tensor cores take few rows as columns without waste. Programs that
-run side by side share an expert's rows and weight in the L2 cache. All tiles of an item size add up inputs in the same
-steps, so a row's result depends on no other row. Legend: A assignments (rows x top-k), E experts, I inputs, O outputs.
+y overlaps no operand. The offsets stay on the device: the grid has room for a ragged last tile of every expert, each program
+finds its expert by one comparison with the offsets, programs left over return. Products are computed transposed, because
+tensor cores take few rows as columns without waste. Programs that run side by side share an expert's rows and weight in the
+L2 cache. All tiles of an item size add up inputs in the same steps, so a row's result depends on no other row. Legend: A
+assignments (rows x top-k), E experts, I inputs, O outputs.
 """
 
 from __future__ import annotations

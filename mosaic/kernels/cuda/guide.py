@@ -1,7 +1,6 @@
 """guide on CUDA: classifier-free guidance of hidden rows.
 
-Contract: guide(updates x[C, D], uncond[C, D], guidance[1] float32): x = uncond + (guidance + 1) * (x - uncond), in float32,
-rounded once; guidance is read on the device. x and uncond do not overlap. Legend: C rows, D hidden.
+x and uncond do not overlap. Legend: C rows, D hidden.
 """
 
 from __future__ import annotations

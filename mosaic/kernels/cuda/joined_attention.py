@@ -1,14 +1,8 @@
 """joined_attention on CUDA: attention to a block's own keys, joined with the output over its prefix, which is fresh or was kept.
 
-Contract: joined_attention(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, seen[B] int32, cu_seqlens[B+1]
-int32, positions[T] int32, prefix[B] int32, kept[E, Z*M*N*H], kept_sums[S, Z*M*N] float32, owner[B] int64 or none of these,
-fresh[T, N*H], fresh_sums[T, N] float32, refreshed[B] int32 or none of these, all whole; layer, slot, rows, kv_heads, head_size,
-scale, block) -> y[T, N*H]; updates kept and kept_sums, as `mosaic.registrar.operators.joined_attention` says
-(FlashBlock, arXiv 2602.05305); y may overwrite q. A tile is that of `kv_attention`. Its online softmax begins with what is given:
-the output over the prefix, as the sum of one exponential whose exponent is the log-sum-exp. A block's own keys are few, so no
-sequence is split.
-Legend: T query rows, R rows, L layers, B sequences, X extents, E and S rows of states, Z slots, M rows of a block, N query heads,
-K KV heads, H size.
+A tile is that of `kv_attention`. Its online softmax begins with what is given: the output over the prefix, as the sum of one
+exponential whose exponent is the log-sum-exp. A block's own keys are few, so no sequence is split. Legend: T query rows, R
+rows, L layers, B sequences, X extents, E and S rows of states, Z slots, M rows of a block, N query heads, K KV heads, H size.
 """
 
 from __future__ import annotations

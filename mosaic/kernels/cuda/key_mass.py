@@ -1,13 +1,10 @@
 """key_mass on CUDA: how much attention the voting rows of each sequence give to each key of its prefix, per set of heads.
 
-Contract: key_mass(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, captured[B] int32, cu_keys[B+1] int32,
-votes[T] uint8, cu_seqlens[B+1] int32, logsumexp[T, N] float32, positions[T] int32 or None; layer, kv_heads, head_size, scale, sets,
-columns, span, statistic, block, rows, tiles) -> mass[sets * tiles, S] float32, all whole, as `mosaic.registrar.operators.key_mass`
-says (MAGE, equation 3). Each program owns a run of keys of a sequence, one set of heads and one tile of the block: for some rows
-after others, from the first that votes to the last, which stay in place, it goes over its keys and adds to their statistics. So no
-matrix is larger than a tile, and no sum depends on the order in which programs run. Lengths are read on the device alone: how many
-programs start depends on shapes, so a captured launch serves other lengths.
-Legend: T rows, R rows of the state, L layers, S keys of all prefixes, B sequences, X extents, N query heads, K KV heads, H size.
+Each program owns a run of keys of a sequence, one set of heads and one tile of the block: for some rows after others, from
+the first that votes to the last, which stay in place, it goes over its keys and adds to their statistics. So no matrix is
+larger than a tile, and no sum depends on the order in which programs run. Lengths are read on the device alone: how many
+programs start depends on shapes, so a captured launch serves other lengths. Legend: T rows, R rows of the state, L layers, S
+keys of all prefixes, B sequences, X extents, N query heads, K KV heads, H size.
 """
 
 from __future__ import annotations

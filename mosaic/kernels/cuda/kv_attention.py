@@ -1,21 +1,18 @@
 """kv_attention on CUDA: softmax(q k^T * scale) v per sequence, over keys and values kept in rows of a state buffer.
 
-Contract: kv_attention(q[T, N*H] sliced, kv[R, L*2*K*H] whole, extents[X, 4] int64 whole, cu_extents[B+1] int32 whole, seen[B]
-int32 whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced, sees[T, 2] int32? sliced; layer, kv_heads, head_size, scale,
-span, keys, block, parts) -> y[T, N*H]; y may overwrite q; `span`, `keys` and `parts` are for the planner alone. Row r of q is row
-`row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`, at position p, those before
-(p // block + 1) * block; with `sees`, those at positions in [sees[r, 0], sees[r, 1]). Where a key lies,
-`mosaic.registrar.operators.kv_store` says. A row in no sequence, or that sees no key, is left as it was.
+Row r of q is row `row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`, at
+position p, those before (p // block + 1) * block; with `sees`, those at positions in [sees[r, 0], sees[r, 1]). Where a key
+lies, `mosaic.registrar.operators.kv_store` says. A row in no sequence, or that sees no key, is left as it was.
 
 A tile's rows are tokens of one sequence times the query heads of one KV head, so that these share what is read of kv
-(FlashAttention, Dao et al. 2022, with grouped queries packed). The keys of a sequence are cut into segments, as
-`kv_segments` says, by its own window and keys alone. Each has results of its own, which are joined in order. Where scratch has
-room for them, each segment has a program (Flash-Decoding, Dao et al. 2023), which leaves them there, and a second launch joins
-them. Elsewhere one program joins as it goes, to the same bits. Lengths are read on the device alone: how many programs start
+(FlashAttention, Dao et al. 2022, with grouped queries packed). The keys of a sequence are cut into segments, as `kv_segments`
+says, by its own window and keys alone. Each has results of its own, which are joined in order. Where scratch has room for
+them, each segment has a program (Flash-Decoding, Dao et al. 2023), which leaves them there, and a second launch joins them.
+Elsewhere one program joins as it goes, to the same bits. Lengths are read on the device alone: how many programs start
 depends on shapes, so a captured launch serves other lengths. Only tiles of keys that not every row sees whole are masked. On
-Hopper large tiles have a kernel of their own (`kv_attention_hopper`).
-Keys of one layer and head lie side by side within an extent, so they are read as rows of a matrix, not one by one.
-Legend: T query rows, R rows, L layers, B sequences, X extents, N query heads, K KV heads, H head size.
+Hopper large tiles have a kernel of their own (`kv_attention_hopper`). Keys of one layer and head lie side by side within an
+extent, so they are read as rows of a matrix, not one by one. Legend: T query rows, R rows, L layers, B sequences, X extents,
+N query heads, K KV heads, H head size.
 """
 
 from __future__ import annotations
@@ -260,14 +257,14 @@ def kv_attention_kernel(
             )
         segment += 1
     if not own:
-        sees = all_total > 0
-        result = all_accumulator / tl.where(sees, all_total, 1.0)[:, None]
+        some = all_total > 0
+        result = all_accumulator / tl.where(some, all_total, 1.0)[:, None]
         # y may be q: this program alone reads these rows of these heads, and has read them
         place = row.to(tl.int64)[:, None] * y_stride + ((kv_head * GROUP + member) * SIZE)[:, None] + column[None, :]
-        tl.store(y + place, result.to(y.dtype.element_ty), mask=mask & sees[:, None])
+        tl.store(y + place, result.to(y.dtype.element_ty), mask=mask & some[:, None])
         if SUMS:
             line = row.to(tl.int64) * sums_stride + kv_head * GROUP + member
-            tl.store(logsumexp + line, log_sum(all_maximum, all_total), mask=here & sees)
+            tl.store(logsumexp + line, log_sum(all_maximum, all_total), mask=here & some)
 
 
 @triton.jit

@@ -1,10 +1,8 @@
 """kv_store on CUDA: keys and values of a window of tokens into the rows that their sequences own, in one launch.
 
-Contract: kv_store(k[T, W] sliced, v[T, W] sliced, updates kv[R, L*2*W] whole, extents[X, 4] int64 whole, cu_extents[B+1] int32
-whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced; layer, head_size). Row r of k is row `row_start + r` of the
-packed window, a token of the sequence that has it; where a position's key lies, `mosaic.registrar.operators.kv_store` says.
-A token in no sequence, or at a position that its sequence has no row for, is not kept. kv overlaps no other operand. Legend:
-T tokens, R rows, L layers, W width of keys, B sequences, X extents.
+Row r of k is row `row_start + r` of the packed window, a token of the sequence that has it; where a position's key lies,
+`mosaic.registrar.operators.kv_store` says. A token in no sequence, or at a position that its sequence has no row for, is not
+kept. kv overlaps no other operand. Legend: T tokens, R rows, L layers, W width of keys, B sequences, X extents.
 """
 
 from __future__ import annotations

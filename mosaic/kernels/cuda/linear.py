@@ -1,7 +1,6 @@
 """linear on CUDA: y = x @ weight.T + bias, by cuBLAS.
 
-Contract: linear(x[T, I], weight[O, I], bias[O] optional) -> y[T, O]; y overlaps no operand; rows of x and y may be
-strided. Accumulates in float32, but for split-K products of 16-bit operands, which cuBLAS may join in 16 bits unless
+Accumulates in float32, but for split-K products of 16-bit operands, which cuBLAS may join in 16 bits unless
 `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is off. cuBLAS's workspace belongs to the process.
 Measured on an H200: 0 bytes from PyTorch's allocator. Legend: T rows, I inputs, O outputs.
 """

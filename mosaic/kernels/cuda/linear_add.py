@@ -1,7 +1,6 @@
 """linear_add on CUDA: y += x @ weight.T, a projection that adds itself to the residual stream, by cuBLAS.
 
-Contract: linear_add(x[T, I], weight[O, I], updates y[T, O]); y overlaps no other operand. Precision and workspace as in
-`linear`. Legend: T rows, I inputs, O outputs.
+Precision and workspace as in `linear`. Legend: T rows, I inputs, O outputs.
 """
 
 from __future__ import annotations

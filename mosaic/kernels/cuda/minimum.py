@@ -1,4 +1,4 @@
-"""minimum on CUDA: y = min(x, other), PyTorch's own kernel. Contract: minimum(x[B] int32, other[B] int32) -> y[B] int32."""
+"""minimum on CUDA: y = min(x, other), PyTorch's own kernel."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """moe_combine on CUDA: the experts' outputs, weighted and added to the rows they came from.
 
-Contract: moe_combine(y[C*k, D], order[C*k] int64, scores[C, k], updates x[C, D]): x[order[j] // k] +=
-scores.flat[order[j]] * y[j]. Each row gathers its own k outputs, in the order of its top-k list and in float32: no
-atomics, so the same input gives the same bits. A first launch inverts `order`. Scratch: the inverse, [C*k] int32.
-Legend: C rows, D hidden, k experts a row.
+Each row gathers its own k outputs, in the order of its top-k list and in float32: no atomics, so the same input gives the
+same bits. A first launch inverts `order`. Scratch: the inverse, [C*k] int32. Legend: C rows, D hidden, k experts a row.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """moe_route on CUDA: scores of the experts, then the top k.
 
-Contract: moe_route(x[C, D], weight[E, D], bias[E] float32?; top_k, normalize, scoring, groups, top_groups, scale) ->
-scores[C, k] in the dtype of x, experts[C, k] int64; logits and scores in float32, softmax over all E or sigmoid of each,
-chosen by score + bias in the `top_groups` groups whose two best sum up highest, descending, ties to the lower expert
-and group; then, without the bias, divided by their sum if `normalize`, times `scale`. One launch writes the logits, the
-next chooses, all experts of a row at once. Scratch: the logits, [C, E] float32. Source: LLaDA-MoE's router (softmax,
-normalize off), Qwen3-MoE's (either), LLaDA2.0's (sigmoid, 1e-20 added to the sum). Legend: C rows, D hidden, E experts,
-G groups.
+One launch writes the logits, the next chooses, all experts of a row at once. Scratch: the logits, [C, E] float32. Source:
+LLaDA-MoE's router (softmax, normalize off), Qwen3-MoE's (either), LLaDA2.0's (sigmoid, 1e-20 added to the sum). Legend: C
+rows, D hidden, E experts, G groups.
 """
 
 from __future__ import annotations

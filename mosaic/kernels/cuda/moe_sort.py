@@ -1,10 +1,8 @@
 """moe_sort on CUDA: the assignments of rows to experts, grouped by expert, by a stable counting sort without atomics.
 
-Contract: moe_sort(experts[C, k] int64; num_experts) -> order[C*k] int64 (flat assignment ids sorted by expert, stable),
-offsets[E+1] int64 (expert e owns order[offsets[e]:offsets[e+1]]). Four launches: count each expert in each block of
-assignments; per expert, turn the counts of the blocks into places; offsets of the experts; write each assignment to
-offset + place of its block + rank within the block. Scratch: counts [E, blocks] int32. Legend: C rows, k experts a row,
-E experts.
+Four launches: count each expert in each block of assignments; per expert, turn the counts of the blocks into places; offsets
+of the experts; write each assignment to offset + place of its block + rank within the block. Scratch: counts [E, blocks]
+int32. Legend: C rows, k experts a row, E experts.
 """
 
 from __future__ import annotations

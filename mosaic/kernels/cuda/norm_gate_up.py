@@ -1,8 +1,7 @@
 """norm_gate_up on CUDA: y = silu(h @ gate.T) * (h @ up.T) with h = rms_norm(x), for few rows.
 
-Contract: norm_gate_up(x[T, D], norm[D], gate[F, D], up[F, D]; eps) -> y[T, F], which overlaps no operand. The norm as in
-`norm_qkv`; gate, up and their activation stay in float32 until y is written. A program has a tile of columns of both; there are
-enough of them, so none is split. Legend: T rows, D hidden, F feed-forward.
+The norm as in `norm_qkv`; gate, up and their activation stay in float32 until y is written. A program has a tile of columns
+of both; there are enough of them, so none is split. Legend: T rows, D hidden, F feed-forward.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """norm_qkv on CUDA: q, k and v = rms_norm(x) @ weight.T (+ bias), for few rows.
 
-Contract: norm_qkv(x[T, D], norm[D], q_weight[Q, D], k_weight[K, D], v_weight[K, D], updates arrivals[A] int32, q_bias[Q], k_bias[K]
-and v_bias[K] or none; eps) -> q[T, Q], k[T, K], v[T, K], which overlap no operand. x times the norm's weight is rounded to its
-dtype and multiplied, while squares are added up; sums are divided by the norm in the end, in float32. A program has a tile of
-columns of one of the three, and a split of its inputs. Legend: T rows, D hidden, Q and K columns of queries and of keys, A counts.
+x times the norm's weight is rounded to its dtype and multiplied, while squares are added up; sums are divided by the norm in
+the end, in float32. A program has a tile of columns of one of the three, and a split of its inputs. Legend: T rows, D hidden,
+Q and K columns of queries and of keys, A counts.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """page_bounds on CUDA: how much attention the voting rows of each sequence can give to the keys of each page, at most.
 
-Contract: page_bounds(q[T, N*H], extrema[E, Z*2*K*H], page_table[M] int64, cu_pages[B+1] int32, votes[T] uint8, cu_seqlens[B+1]
-int32, positions[T] int32 or None; slot, kv_heads, head_size, sets, columns, page_span, statistic, block, rows, tiles) -> bound[sets
-* tiles, S] float32, all whole, as `mosaic.registrar.operators.page_bounds` says (Quest, section 3). A program owns a tile of the
-pages of a sequence, one set of heads and one tile of the block's rows. The mean over queries is linear in what of them is above 0
-and below: a first launch adds these up, once for each sequence and set, and a second multiplies them with the pages. For the
-largest and the least the program goes over the voting rows and multiplies each tile of them. So no matrix is larger than a tile,
-and a sequence's bounds depend on no other sequence.
-Legend: T rows, E rows of pages, Z sparse layers, M pages, S columns, B sequences, N query heads, K KV heads, H size.
+A program owns a tile of the pages of a sequence, one set of heads and one tile of the block's rows. The mean over queries is
+linear in what of them is above 0 and below: a first launch adds these up, once for each sequence and set, and a second
+multiplies them with the pages. For the largest and the least the program goes over the voting rows and multiplies each tile
+of them. So no matrix is larger than a tile, and a sequence's bounds depend on no other sequence. Legend: T rows, E rows of
+pages, Z sparse layers, M pages, S columns, B sequences, N query heads, K KV heads, H size.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """page_extrema on CUDA: the least and the largest key of pages, element by element, into the rows of a state.
 
-Contract: page_extrema(kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, page_table[M] int64, cu_pages[B+1] int32,
-first_page[B] int32, extrema[E, Z*2*K*H]; layer, slot, page, kv_heads, head_size, tokens), all whole; updates extrema, as
-`mosaic.registrar.operators.page_extrema` says (Quest, section 3). There are programs for as many pages as the step's tokens may
-complete, and for each head; they go on to further pages where these are more. Legend: R rows of keys, L layers, B sequences,
-X extents, M pages, E rows of pages, Z sparse layers, K KV heads, H size.
+There are programs for as many pages as the step's tokens may complete, and for each head; they go on to further pages where
+these are more. Legend: R rows of keys, L layers, B sequences, X extents, M pages, E rows of pages, Z sparse layers, K KV
+heads, H size.
 """
 
 from __future__ import annotations

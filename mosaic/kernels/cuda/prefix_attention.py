@@ -1,10 +1,7 @@
 """prefix_attention on CUDA: softmax(q k^T * scale) v per sequence over kept keys, and the log-sum-exp of each row's scores.
 
-Contract: prefix_attention(q[T, N*H] sliced, kv[R, L*2*K*H] whole, extents[X, 4] int64 whole, cu_extents[B+1] int32 whole, seen[B]
-int32 whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced; layer, kv_heads, head_size, scale, span, keys, block,
-parts) -> y[T, N*H], logsumexp[T, N] float32, as `mosaic.registrar.operators.prefix_attention` says. These are the kernels of
-`kv_attention`: whatever writes a row of y has its maximum and its sum, and writes their logarithm too.
-Legend: T query rows, R rows, L layers, B sequences, X extents, N query heads, K KV heads, H size.
+These are the kernels of `kv_attention`: whatever writes a row of y has its maximum and its sum, and writes their logarithm
+too. Legend: T query rows, R rows, L layers, B sequences, X extents, N query heads, K KV heads, H size.
 """
 
 from __future__ import annotations

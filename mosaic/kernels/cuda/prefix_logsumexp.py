@@ -1,12 +1,9 @@
 """prefix_logsumexp on CUDA: over the prefix of each voting row, the logarithm of what the exponentials of its scores add up to.
 
-Contract: prefix_logsumexp(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, captured[B] int32, votes[T] uint8,
-cu_seqlens[B+1] int32; layer, kv_heads, head_size, scale, span, keys) -> logsumexp[T, N] float32, all whole, as
-`mosaic.registrar.operators.prefix_logsumexp` says. A tile's rows are tokens of one sequence times the query heads of one KV head,
-as in `kv_attention`. Keys are split as those of the request alone ask for, and the splits, in scratch, are then joined. Lengths
-are read on the device alone: how many programs start depends on shapes, so a captured launch serves other lengths.
-Legend: T rows, R
-rows of the state, L layers, B sequences, X extents, N query heads, K KV heads, H size.
+A tile's rows are tokens of one sequence times the query heads of one KV head, as in `kv_attention`. Keys are split as those
+of the request alone ask for, and the splits, in scratch, are then joined. Lengths are read on the device alone: how many
+programs start depends on shapes, so a captured launch serves other lengths. Legend: T rows, R rows of the state, L layers, B
+sequences, X extents, N query heads, K KV heads, H size.
 """
 
 from __future__ import annotations

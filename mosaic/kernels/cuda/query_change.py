@@ -1,10 +1,7 @@
 """query_change on CUDA: by how much each sequence's queries differ from the kept ones; new ones are kept.
 
-Contract: query_change(q[T, C], kept[E, M*C], owner[B] int64, prefix[B] int32, cu_seqlens[B+1] int32, positions[T] int32,
-refreshed[B] int32 or None, all whole; rows) -> change[B] float32; updates kept, as `mosaic.registrar.operators.query_change`
-says (FlashBlock, LoSA). A program a row leaves its two sums in scratch, or writes the row where it is new; a program a sequence
-adds up those of its rows. So a change depends on no other sequence.
-Legend: T query rows, C columns, E owners, M rows of a block, B sequences.
+A program a row leaves its two sums in scratch, or writes the row where it is new; a program a sequence adds up those of its
+rows. So a change depends on no other sequence. Legend: T query rows, C columns, E owners, M rows of a block, B sequences.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """resume_rows on CUDA: bounds and positions of the rows kept, and which rows to decide are among them, in two launches.
 
-Contract: resume_rows(chosen[S] int64, bounds[B+1] int32, positions[T] int32, rows[M] int64, cu_rows[B+1] int32; size, most) ->
-kept[C] int64, kept_positions[C] int32, cu_seqlens[B+1] int32, decided[D] int64, asked[D] int64, cu_decided[B+1] int32, place[M]
-int32, count[1] int32, as `mosaic.registrar.operators.resume_rows` says. The first launch looks each row of a sequence up among
-those that are kept, and counts what it finds; one program a sequence. In the second each adds up the counts before its own and
-writes its rows; one program more writes what nobody decides. Scratch: a count per sequence. Nothing is read on the host. Legend:
-S numbers of tokens, C rows kept, T tokens, M rows asked for, D rows decided, B sequences.
+The first launch looks each row of a sequence up among those that are kept, and counts what it finds; one program a sequence.
+In the second each adds up the counts before its own and writes its rows; one program more writes what nobody decides.
+Scratch: a count per sequence. Nothing is read on the host. Legend: S numbers of tokens, C rows kept, T tokens, M rows asked
+for, D rows decided, B sequences.
 """
 
 from __future__ import annotations

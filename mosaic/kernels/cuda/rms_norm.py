@@ -1,7 +1,6 @@
 """rms_norm on CUDA: y = x / sqrt(mean(x^2) + eps) * weight, per row.
 
-Contract: rms_norm(x[T, D], weight[D]; eps) -> y[T, D], computed in float32 and cast back; y may overwrite x. Source:
-Zhang and Sennrich 2019, "Root mean square layer normalization". One program a row, two passes over it: the second
+Source: Zhang and Sennrich 2019, "Root mean square layer normalization". One program a row, two passes over it: the second
 reads from cache. Legend: T rows, D hidden.
 """
 

@@ -1,11 +1,7 @@
 """rotary_store on CUDA: heads of q and k normed and rotated, q in place, k and v into the rows that their sequences own.
 
-Contract: rotary_store(updates q[T, N*H] sliced, k[T, W] sliced, v[T, W] sliced, updates kv[R, L*2*W] whole, extents[X, 4] int64
-whole, cu_extents[B+1] int32 whole, cu_seqlens[B+1] int32 whole, positions[T] int32 sliced, inv_freq[R/2] or [S, R/2] float32,
-q_norm[H] and k_norm[H] or none, sequences[T] int32? sliced; layer, head_size, eps, factor): `head_norm`, `rotary` and `kv_store`
-in one launch, float32 from the first to the last, so that nothing is rounded between norm and rotation. One program a row and
-group of heads, of queries or of keys with their values. Legend: T tokens, N query heads, H head size, W width of keys, R rotated
-columns of a head.
+One program a row and group of heads, of queries or of keys with their values. Legend: T tokens, N query heads, H head size, W
+width of keys, R rotated columns of a head.
 """
 
 from __future__ import annotations

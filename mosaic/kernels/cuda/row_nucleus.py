@@ -1,11 +1,9 @@
 """row_nucleus on CUDA: a token of each row drawn from what top-p and top-k keep, without sorting and without scratch.
 
-Contract: row_nucleus(logits[C, V], keys[C] int64, temperature[1] float32, top_p[1] float32, top_k[1] int32) -> sample[C]
-int64, probability[C], margin[C], entropy[C] float32, as `mosaic.kernels.row_nucleus` says; all settings are read on the
-device. One program a row. What is kept is a prefix of the tokens in the order of their logits: the lowest kept logit is
-found by bisection over the ranks of the dtype's numbers (16 passes over the row in 16 bits, 32 in float32; none where top_p
-and top_k are off), and of the tokens that tie with it the lowest ids are kept. Legend: C rows, V vocabulary, L lanes
-(threads) of a program.
+One program a row. What is kept is a prefix of the tokens in the order of their logits: the lowest kept logit is found by
+bisection over the ranks of the dtype's numbers (16 passes over the row in 16 bits, 32 in float32; none where top_p and top_k
+are off), and of the tokens that tie with it the lowest ids are kept. Legend: C rows, V vocabulary, L lanes (threads) of a
+program.
 """
 
 from __future__ import annotations

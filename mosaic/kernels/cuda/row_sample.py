@@ -1,8 +1,6 @@
 """row_sample on CUDA: the statistics of row_stats, and a token of each row drawn from softmax(logits / temperature).
 
-Contract: row_sample(logits[C, V], keys[C] int64, temperature[1] float32) -> the outputs of row_stats, sample[C] int64,
-sample_logit[C] float32. The kernel is that of row_stats; the temperature is read on the device. Legend: C rows, V
-vocabulary.
+The kernel is that of row_stats; the temperature is read on the device. Legend: C rows, V vocabulary.
 """
 
 from __future__ import annotations

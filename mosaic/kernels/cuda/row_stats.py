@@ -1,9 +1,8 @@
 """row_stats on CUDA: what a sampler needs of each row of logits, in one pass over the vocabulary.
 
-Contract: row_stats(logits[C, V]) -> token[C] int64 (argmax, ties to the lower index), maximum[C], second[C] (second
-largest logit), logsumexp[C], entropy[C] (natural logarithm), float32. The logits are read only. One program a row, no
-scratch; a thread keeps the state of the columns that it reads, so that threads meet once a row, not once a tile.
-Legend: C rows, V vocabulary, L lanes (threads) of a program, W columns that one load of a lane brings.
+The logits are read only. One program a row, no scratch; a thread keeps the state of the columns that it reads, so that
+threads meet once a row, not once a tile. Legend: C rows, V vocabulary, L lanes (threads) of a program, W columns that one
+load of a lane brings.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
 """selected_attention on CUDA: softmax(q k^T * scale) v per sequence, over selected keys of a prefix and all keys after it.
 
-Contract: selected_attention(q[T, N*H] sliced, kv[R, L*2*K*H] whole, extents[X, 4] int64 whole, cu_extents[B+1] int32 whole,
-selected[E, W] int32 whole, owner[B] int64 whole, captured[B] int32 whole, seen[B] int32 whole, cu_seqlens[B+1] int32 whole,
-positions[T] int32 sliced; layer, slot, sets, k, page, kv_heads, head_size, scale, attended, block, rows, tiles) -> y[T, N*H], as
-`mosaic.registrar.operators.selected_attention` says (MAGE, Algorithm 1); y may overwrite q. Row r of q is row `row_start + r` of
-the packed window. A row in no sequence, or that sees no key, is left as it was.
+Row r of q is row `row_start + r` of the packed window. A row in no sequence, or that sees no key, is left as it was.
 
-A program's rows are tokens of one sequence times the query heads of one set; where tiles of the block's rows have sets of their
-own, those of them that are in one tile: a program for each tile goes over the same tokens, and ends at once if none is in its own.
-Its keys are one list in order of position: the selected ones, then those from the end of the prefix on. The keys of one extent lie
-side by side in the list, and are read one by one. Few tiles are split over their keys, and a second launch joins the partial
-results from scratch. Lengths and counts are read on the device alone: how many programs start depends on shapes, so a captured
-launch serves others. Legend: T query rows, R rows of the state, L layers, B sequences, X extents, E rows of selections, N query
-heads, K KV heads, H head size.
+A program's rows are tokens of one sequence times the query heads of one set; where tiles of the block's rows have sets of
+their own, those of them that are in one tile: a program for each tile goes over the same tokens, and ends at once if none is
+in its own. Its keys are one list in order of position: the selected ones, then those from the end of the prefix on. The keys
+of one extent lie side by side in the list, and are read one by one. Few tiles are split over their keys, and a second launch
+joins the partial results from scratch. Lengths and counts are read on the device alone: how many programs start depends on
+shapes, so a captured launch serves others. Legend: T query rows, R rows of the state, L layers, B sequences, X extents, E
+rows of selections, N query heads, K KV heads, H head size.
 """
 
 from __future__ import annotations

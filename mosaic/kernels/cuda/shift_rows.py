@@ -1,8 +1,7 @@
 """shift_rows on CUDA: the row whose logits predict row i, in models trained with a shift (Dream): i - 1, within its
 sequence.
 
-Contract: shift_rows(rows[M] int64, cu_seqlens[B+1] int32) -> y[M] int64, y = max(row - 1, first row of its sequence); y
-may overwrite rows. Every program walks the B bounds, which are few. Legend: M rows, B sequences.
+Every program walks the B bounds, which are few. Legend: M rows, B sequences.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """silu_mul on CUDA: gate = silu(gate) * up, silu(z) = z / (1 + exp(-z)).
 
-Contract: silu_mul(updates gate[T, F], up[T, F]); gate and up do not overlap. Float32 inside; rounds to the dtype after
-each of the two steps, as the reference models do. Legend: T rows, F feed-forward.
+Float32 inside; rounds to the dtype after each of the two steps, as the reference models do. Legend: T rows, F feed-forward.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """split_linear_add on CUDA: y += x @ weight.T for few rows, split over inputs.
 
-Contract: split_linear_add(x[T, I], weight[O, I], updates y[T, O], updates arrivals[A] int32); y overlaps no other operand; arrivals
-are 0 before and after. Sums of the splits are float32, and added in order by the last of a tile to arrive, so they are the same
-whenever it is asked. Legend: T rows, I inputs, O outputs, A counts.
+Sums of the splits are float32, and added in order by the last of a tile to arrive, so they are the same whenever it is asked.
+Legend: T rows, I inputs, O outputs, A counts.
 """
 
 from __future__ import annotations

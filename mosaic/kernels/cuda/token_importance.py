@@ -1,11 +1,9 @@
 """token_importance on CUDA: how much attention the voting rows of each sequence give to the positions of its block, per KV head.
 
-Contract: token_importance(q[T, N*H], kv[R, L*2*K*H], extents[X, 4] int64, cu_extents[B+1] int32, cu_seqlens[B+1] int32,
-votes[T] uint8, first[B] int32, listed[B, P] int32; layer, kv_heads, head_size, scale, pool) -> importance[B, K, P] float32, all
-whole, as `mosaic.registrar.operators.token_importance` says. One program a sequence and KV head, over tiles of tokens times query
-heads. Scores are computed once for each neighbour of the pool, of keys that are listed so far apart: a block is short, and so no
-score has to be moved between threads. Nothing is read on the host. Legend: T rows, R rows of the state, L layers, B sequences, X
-extents, N query heads, K KV heads, H size, P positions of a block.
+One program a sequence and KV head, over tiles of tokens times query heads. Scores are computed once for each neighbour of the
+pool, of keys that are listed so far apart: a block is short, and so no score has to be moved between threads. Nothing is read
+on the host. Legend: T rows, R rows of the state, L layers, B sequences, X extents, N query heads, K KV heads, H size, P
+positions of a block.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """transfer on CUDA: which rows are committed by their scores, and the tokens after it, in one launch.
 
-Contract: transfer(token[M] int64, score[M] float32, current[M] int64, cu_rows[B+1] int32, quota[B] int32, threshold[B]
-float32, edit_threshold?[B] float32; rule, mask_id) -> chosen[M] int64, committed[M] uint8 (0 or 1). The rules are those of
-the contract. One program per sequence, and one for the padding behind the last; nothing is read on the host. Each rule commits
-a number of candidates with the highest scores. A program counts that number. It finds the lowest score among them by bisection
-over the ranks of float32 numbers, in at most 32 counts of its rows. Of the rows with that score, it commits the lowest ones.
-Legend: M rows, B sequences.
+The rules are those of the contract. One program per sequence, and one for the padding behind the last; nothing is read on the
+host. Each rule commits a number of candidates with the highest scores. A program counts that number. It finds the lowest
+score among them by bisection over the ranks of float32 numbers, in at most 32 counts of its rows. Of the rows with that
+score, it commits the lowest ones. Legend: M rows, B sequences.
 """
 
 from __future__ import annotations

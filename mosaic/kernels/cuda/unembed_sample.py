@@ -1,8 +1,6 @@
 """unembed_sample on CUDA: the statistics and samples of x @ weight.T, whose rows of logits never exist.
 
-Contract: unembed_sample(x[C, D], weight[V, D], keys[C] int64, temperature[1] float32) -> the outputs of row_sample for
-the logits x @ weight.T. The kernels are those of unembed_stats; the temperature is read on the device. Legend: C rows,
-D hidden, V vocabulary.
+The kernels are those of unembed_stats; the temperature is read on the device. Legend: C rows, D hidden, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """unembed_stats on CUDA: the statistics of x @ weight.T, whose rows of logits never exist.
 
-Contract: unembed_stats(x[C, D], weight[V, D]) -> token[C] int64 (argmax, ties to the lower index), maximum[C],
-second[C], logsumexp[C], entropy[C], float32. The vocabulary is split: a program keeps the statistics of a tile of rows
-over its part, tile by tile, as partials in scratch; a second kernel joins a row's partials. No atomics: on one card the
-same input gives the same bits. Scratch: planes of [C, splits] of 4 bytes, in the order of `partial_kernel`'s stores.
-Legend: C rows, D hidden, V vocabulary.
+The vocabulary is split: a program keeps the statistics of a tile of rows over its part, tile by tile, as partials in scratch;
+a second kernel joins a row's partials. No atomics: on one card the same input gives the same bits. Scratch: planes of [C,
+splits] of 4 bytes, in the order of `partial_kernel`'s stores. Legend: C rows, D hidden, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """write_canvas on CUDA: tokens into some rows of a canvas.
 
-Contract: write_canvas(token[C] int64, rows[C] int64, updates canvas[R] int64 whole, taken?[C] uint8): canvas[rows] = token where
-taken is not 0, or everywhere. Rows that are taken are distinct; those outside the canvas are left out. canvas overlaps no other
-operand. Legend: R rows of the state, C rows that are written.
+Rows that are taken are distinct; those outside the canvas are left out. canvas overlaps no other operand. Legend: R rows of
+the state, C rows that are written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""zeros on CUDA: y = 0, a fill of the driver's. Contract: zeros(; count) -> y[count] int32, contiguous."""
+"""zeros on CUDA: y = 0, a fill of the driver's."""
 
 from __future__ import annotations
 
