@@ -10,6 +10,7 @@ from mosaic.planner.limits import DimsAt
 from mosaic.planner.plan import Plan
 from mosaic.planner.planner import Planner, Settings
 from mosaic.registrar.bucketed import ProgramStep
+from mosaic.registrar.program import Program
 from mosaic.units import Size, parse_tokens
 
 if TYPE_CHECKING:
@@ -55,8 +56,6 @@ def plan_graph(
     >>> plan_graph(two_layers, dims={"tokens": 100}, device="h200").optimal
     True
     """
-    from mosaic.registrar.program import Program  # symbolic: kept out of the start of the command line
-
     program = Program(name)
     program.add_phase(name, build)
     planner = Planner(program, device=device, budget=budget, host_budget=host_budget)

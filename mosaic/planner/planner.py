@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from mosaic.devices import Device, load_device
 from mosaic.errors import UnsafePlan, UsageError
@@ -30,11 +30,9 @@ from mosaic.planner.search import SearchResult, lowest
 from mosaic.planner.space import Config, Point, Space
 from mosaic.planner.template import collector_paused, compile_template
 from mosaic.registrar.bucketed import ProgramStep
+from mosaic.registrar.program import Program
 from mosaic.units import Size, parse_bytes
 from mosaic.version import __version__
-
-if TYPE_CHECKING:
-    from mosaic.registrar.program import Program
 
 __all__ = ["Planner", "Settings", "SizedStep", "Step", "plan", "plan_point"]
 
@@ -92,7 +90,7 @@ class Planner:
         pinned: Mapping[str, str] | None = None,
         batch_invariant: bool = False,
     ) -> None:
-        self.program = _program(model)
+        self.program = model if isinstance(model, Program) else None
         self.architecture: Architecture | None = None
         if self.program is None:
             self.model = model if isinstance(model, Model) else load(model)  # type: ignore[arg-type]
@@ -298,15 +296,6 @@ class Planner:
         points = [self.at(graph) for graph in _graphs(step)]
         found = [least(point, self.budget, None if config is None else point.config(config)) for point in points]
         return max(found, key=lambda memory: memory.device_bytes)
-
-
-def _program(source: object) -> Program | None:
-    """What is to be planned, if it is a program."""
-    if isinstance(source, Model | str | Path | Mapping):
-        return None
-    from mosaic.registrar.program import Program  # symbolic: kept out of the start of the command line
-
-    return source if isinstance(source, Program) else None
 
 
 def _size(step: Step) -> SizedStep:
