@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mosaic.registrar.operator import Implementation
+from mosaic.kernels.found import kernel_of
 from mosaic.registrar.operators import operator
 
 if TYPE_CHECKING:
@@ -45,12 +44,3 @@ def load(name: str, backend: str = "cpu", implementation: str | None = None) -> 
     record = operator(name)
     way = record.implementation(backend, implementation)
     return Kernel(record, way, kernel_of(way))
-
-
-def kernel_of(implementation: Implementation) -> Any:
-    """Get what launches an implementation: an object with a `launch`, such as its module, or the launcher itself."""
-    kernel = implementation.kernel
-    if not isinstance(kernel, str):
-        return kernel
-    module, _, launcher = kernel.partition(":")
-    return getattr(import_module(module), launcher) if launcher else import_module(module)

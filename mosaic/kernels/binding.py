@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import GraphError, RuntimeMemoryError, UsageError
-from mosaic.kernels import kernel_of
+from mosaic.kernels.found import kernel_of
 from mosaic.registrar.operands import Operand, Spec, parse
 from mosaic.registrar.operator import Implementation, Operator
 
