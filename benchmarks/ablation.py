@@ -99,8 +99,8 @@ def run_variant(case: Mapping[str, Any]) -> dict[str, Any]:
     import statistics
 
     import mosaic
-    from mosaic.bench.inputs import make_inputs
-    from mosaic.bench.meters import card, driver_bytes, timed
+    from benchmarks.bench.inputs import make_inputs
+    from benchmarks.bench.meters import card, driver_bytes, timed
 
     device = load_device(case["device"])
     cuda = device.backend == "cuda"

@@ -65,7 +65,7 @@ def run_case(case: Mapping[str, Any]) -> dict[str, Any]:
     """Run every setting of one engine; tokens and figures of each."""
     import torch
 
-    from mosaic.bench.meters import card, driver_bytes
+    from benchmarks.bench.meters import card, driver_bytes
     from mosaic.devices import load_device
 
     if case["threads"]:
@@ -85,7 +85,7 @@ def run_case(case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompt(tokens: int, arch: Any, seed: int) -> Any:
-    from mosaic.bench.inputs import make_inputs
+    from benchmarks.bench.inputs import make_inputs
 
     ids = make_inputs(arch, tokens + 1, 0.0, seed).token_ids
     ids[ids == arch.mask_token_id] = (arch.mask_token_id + 1) % arch.vocabulary
@@ -126,7 +126,7 @@ class _Mosaic:
 
     def point(self, tokens: int, asked: Mapping[str, Any], repeats: int) -> dict[str, Any]:
         """Warm up, then time whole generations."""
-        from mosaic.bench.meters import timed
+        from benchmarks.bench.meters import timed
         from mosaic.decoding import GenerationConfig, Step
 
         config = GenerationConfig(stop_at_eos=False, seed=self.seed, **asked)
@@ -159,8 +159,8 @@ class _Plain:
     """The published loop over the official model's arithmetic."""
 
     def __init__(self, case: Mapping[str, Any], cuda: bool) -> None:
-        from mosaic.bench.baselines import Transformer
-        from mosaic.bench.torch_engine import fill
+        from benchmarks.bench.baselines import Transformer
+        from benchmarks.bench.torch_engine import fill
 
         model = load(case["model"])
         model = model.with_dtype(case["dtype"]) if case["dtype"] else model
@@ -173,8 +173,8 @@ class _Plain:
 
     def point(self, tokens: int, asked: Mapping[str, Any], repeats: int) -> dict[str, Any]:
         """Warm up while layers and head are timed apart, then time whole generations."""
+        from benchmarks.bench.meters import timed
         from benchmarks.loops import PlainModel, generate_plainly
-        from mosaic.bench.meters import timed
 
         prompt, config = _prompt(tokens, self.arch, self.seed), _resolved(self.arch, asked)
 
@@ -217,7 +217,7 @@ def _shortest(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _driver(cuda: bool) -> int | None:
-    from mosaic.bench.meters import driver_bytes
+    from benchmarks.bench.meters import driver_bytes
 
     return driver_bytes(cuda)
 
@@ -299,7 +299,7 @@ def _checkpoint(name: str, folder: str, seed: int) -> str:
     """A tiny model with weights, in a directory; any other name as it is."""
     if name not in TINY:
         return name
-    from mosaic.bench.baselines import Transformer
+    from benchmarks.bench.baselines import Transformer
     from mosaic.runtime.weights import fill_randomly, save_checkpoint
 
     network = Transformer(load(TINY[name]).architecture)

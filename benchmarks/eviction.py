@@ -41,6 +41,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import mosaic
+from benchmarks.bench.meters import synchronise
 from benchmarks.block import fill, with_block
 from benchmarks.cases import Clock, device_of, options, tag_of, token_counts
 from benchmarks.floor import Floor, keys_read
@@ -58,7 +59,6 @@ from benchmarks.traces import (
     load_trace,
     paper_trace,
 )
-from mosaic.bench.meters import synchronise
 from mosaic.decoding import GenerationConfig, Session, Submission
 from mosaic.decoding.config import ALGORITHMS, own_algorithm
 from mosaic.errors import DoesNotFit

@@ -74,9 +74,9 @@ def execute(case: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     import mosaic
+    from benchmarks.bench.inputs import make_inputs
+    from benchmarks.bench.meters import card, driver_bytes, synchronise
     from benchmarks.engines.mosaic_engine import fixed_part
-    from mosaic.bench.inputs import make_inputs
-    from mosaic.bench.meters import card, driver_bytes, synchronise
 
     model, device = load(case["model"]), load_device(case["device"])
     cuda = device.backend == "cuda"

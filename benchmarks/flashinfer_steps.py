@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from mosaic.bench.meters import synchronise
+from benchmarks.bench.meters import synchronise
 from mosaic.errors import UsageError
 from mosaic.kernels import load
 from mosaic.models.architecture import Architecture

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mosaic.bench.baselines import Attention, Transformer
-from mosaic.bench.meters import synchronise
+from benchmarks.bench.baselines import Attention, Transformer
+from benchmarks.bench.meters import synchronise
 from mosaic.decoding.canvas import whole_blocks
 from mosaic.decoding.llada import counts, schedule
 from mosaic.errors import UsageError

@@ -11,11 +11,11 @@ import time
 
 import torch
 
+from benchmarks.bench.baselines import Transformer
+from benchmarks.bench.meters import synchronise
+from benchmarks.bench.torch_engine import fill
 from benchmarks.engines.sdpa import using
 from benchmarks.loops import Cache, PlainModel, sdar_decides
-from mosaic.bench.baselines import Transformer
-from mosaic.bench.meters import synchronise
-from mosaic.bench.torch_engine import fill
 from mosaic.decoding import GenerationConfig
 from mosaic.decoding.llada import schedule
 from mosaic.models import Model

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,21 +25,16 @@ from mosaic.planner.planner import plan_point
 from mosaic.planner.search import search
 
 TOKENS = 131072
-METHOD = (
-    "medians: of 9 processes and calls after one that is not counted, of 3 processes with an empty cache, of 50 replays, and "
-    "of 200 plans in memory"
-)
+METHOD = "medians: of 9 processes and calls after one that is not counted, of 50 replays, and of 200 plans in memory"
 
 
-def process_cpu_seconds(*arguments: str, empty_cache: bool, repeats: int) -> float:
-    """Median CPU time of a whole Python process, with the cache of templates as it is or in an empty folder."""
+def process_cpu_seconds(*arguments: str, repeats: int = 9) -> float:
+    """Median CPU time of a whole Python process."""
     found = []
     for _ in range(repeats):
-        with tempfile.TemporaryDirectory() as folder:
-            given = os.environ | ({"MOSAIC_CACHE": folder} if empty_cache else {})
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            subprocess.run([sys.executable, *arguments], capture_output=True, check=True, env=given)
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         found.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return statistics.median(found)
 
@@ -136,9 +129,8 @@ def measure() -> dict[str, Any]:
     count, replayed = replay_milliseconds()
     first_fit = median_seconds(lambda: solve(large, solver="first_fit"), 9) * 1e3
     figures: dict[str, tuple[float, str, float | None]] = {
-        "`mosaic plan` LLaDA-8B at 128K, whole process, warm cache": (process_seconds(*plan), "s", 0.7),
-        "CPU time of the same, warm cache": (process_cpu_seconds(*plan, empty_cache=False, repeats=9), "s", None),
-        "CPU time of the same, empty cache": (process_cpu_seconds(*plan, empty_cache=True, repeats=3), "s", None),
+        "`mosaic plan` LLaDA-8B at 128K, whole process": (process_seconds(*plan), "s", 0.7),
+        "CPU time of the same": (process_cpu_seconds(*plan), "s", None),
         "`import mosaic` beyond an empty interpreter": ((imported - empty) * 1e3, "ms", 50),
         "one evaluation of the peak formula": (formula_microseconds(), "µs", 20),
         f"first-fit, {len(large.sizes):,} buffers": (first_fit, "ms", 50),

@@ -25,9 +25,9 @@ from typing import Any
 
 import mosaic
 from benchmarks import sources
+from benchmarks.bench.environment import PACKAGES
+from benchmarks.bench.environment import environment as describe
 from benchmarks.sources import ROOT
-from mosaic.bench.environment import PACKAGES
-from mosaic.bench.environment import environment as describe
 
 __all__ = [
     "RESULTS",

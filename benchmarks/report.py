@@ -33,9 +33,9 @@ from benchmarks import (
     speed,
     unembed,
 )
+from benchmarks.bench import ENGINES
 from benchmarks.figures import FIGURES, HEADLINE, points_of
 from benchmarks.record import ROOT, load_results, source_line, table
-from mosaic.bench import ENGINES
 from mosaic.units import GIB, MIB, format_bytes
 
 __all__ = ["DOCUMENTS", "SECTIONS", "documents", "main", "readme", "write_plots"]

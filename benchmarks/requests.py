@@ -51,8 +51,8 @@ def serve(request: dict[str, Any], device: Device, seed: int) -> dict[str, Any]:
     import torch
 
     import mosaic
-    from mosaic.bench.inputs import make_inputs
-    from mosaic.bench.meters import driver_bytes
+    from benchmarks.bench.inputs import make_inputs
+    from benchmarks.bench.meters import driver_bytes
 
     cuda = device.backend == "cuda"
     model = cut(load(request["model"]), request["layers"])
@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _card(device: Device) -> str:
-    from mosaic.bench.meters import card
+    from benchmarks.bench.meters import card
 
     return card(device.backend == "cuda")
 

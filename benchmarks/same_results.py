@@ -33,9 +33,9 @@ def of_torch(model: Model, inputs: Any, device: Device, seed: int, *, reference:
     """The official step, eager, in the model's dtype or on the same weights in float32."""
     import torch
 
+    from benchmarks.bench.baselines import Transformer, grouped_products
+    from benchmarks.bench.torch_engine import fill
     from benchmarks.engines.sdpa import using
-    from mosaic.bench.baselines import Transformer, grouped_products
-    from mosaic.bench.torch_engine import fill
 
     where = torch.device("cuda" if device.backend == "cuda" else "cpu")
     dtype = getattr(torch, model.architecture.dtype)
@@ -156,7 +156,7 @@ def compare(model: Model, arguments: Any, device: Device, clock: Clock) -> list[
     """All engines and variants against the reference."""
     import torch
 
-    from mosaic.bench.inputs import make_inputs
+    from benchmarks.bench.inputs import make_inputs
     from mosaic.errors import MosaicError
 
     inputs = make_inputs(model.architecture, arguments.ctx, arguments.mask_ratio, arguments.seed)
@@ -195,7 +195,7 @@ def compare(model: Model, arguments: Any, device: Device, clock: Clock) -> list[
 
 def main(argv: list[str] | None = None) -> None:
     """Compare one model after the other."""
-    from mosaic.bench.meters import card
+    from benchmarks.bench.meters import card
 
     parser = options(__doc__)
     parser.add_argument("--ctx", default=4096, type=parse_tokens)

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import sources
+from benchmarks.bench import ENGINES
+from benchmarks.bench.inputs import masked_rows
 from benchmarks.cases import Clock, options, parse_ratio, sizes, tag_of, token_counts
 from benchmarks.engines import COMPILED, SpeedSettings, fastest_compiled, run
 from benchmarks.engines.settings import ATTENTION
 from benchmarks.floor import Floor
 from benchmarks.record import command_line, environment, output_folder, table, write
-from mosaic.bench import ENGINES
-from mosaic.bench.inputs import masked_rows
 from mosaic.devices import load_device
 from mosaic.models import load
 

@@ -201,7 +201,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", default=token_counts(ROWS), type=token_counts)
     parser.add_argument("--kinds", default=list(_PASSES), nargs="+", choices=_PASSES)
     arguments = parser.parse_args(argv)
-    from mosaic.bench.meters import card
+    from benchmarks.bench.meters import card
 
     device, clock = load_device(arguments.device), Clock.start(arguments.minutes)
     for model in arguments.models:

@@ -14,7 +14,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from io import StringIO
@@ -62,7 +61,7 @@ class Walk:
 
 
 def plan() -> Walk:
-    """The command `mosaic plan` with the cache that is there."""
+    """The command `mosaic plan`."""
     from mosaic.cli import main
 
     walk, sys.argv = Walk(), ["mosaic", *PLAN]
@@ -200,9 +199,9 @@ WALKS: Final[Mapping[str, Callable[[], Walk]]] = {
 }
 
 
-def walked(name: str, cache: Path) -> dict[str, int]:
+def walked(name: str) -> dict[str, int]:
     """Calls by file of one walk, in a process of its own."""
-    given = os.environ | {"MOSAIC_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
+    given = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.walks", "--walk", name], capture_output=True, text=True, check=True, env=given, cwd=ROOT
     )  # fmt: skip
@@ -214,9 +213,7 @@ def main(arguments: list[str]) -> None:
     if arguments[:1] == ["--walk"]:
         print(json.dumps(WALKS[arguments[1]]().calls))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        cold = walked("plan", Path(folder))
-        found = {"plan, cold": cold} | {name: walked(name, Path(folder)) for name in WALKS}
+    found = {name: walked(name) for name in WALKS}
     print(f"{'walk':<22}{'files':>8}{'calls':>10}")
     for name, calls in found.items():
         print(f"{name:<22}{len(calls):>8}{sum(calls.values()):>10,}")

@@ -16,7 +16,7 @@ _STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/([0-9]{1,6})")
 
 
-def write_atomic(path: str | os.PathLike[str], data: bytes | str, *, durable: bool = True) -> None:
+def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
     """Write a whole file through a temporary neighbour and a rename.
 
     Parameters
@@ -26,9 +26,6 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str, *, durable: bo
         so is an open descriptor (`/dev/stdout`, `/dev/fd/3`), wherever it leads.
     data
         The content; text is written as UTF-8 with `\\n` line ends.
-    durable
-        Wait until the disk has the content. Without it a machine that crashes may leave an empty file or half of one:
-        for what can be made again and whose readers notice.
 
     Raises
     ------
@@ -50,7 +47,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str, *, durable: bo
         if (descriptor := _descriptor(path)) is not None:
             _write_through(descriptor, content)
         elif is_replaceable(path):
-            _replace(Path(os.path.realpath(path)), content, durable)
+            _replace(Path(os.path.realpath(path)), content)
         else:
             Path(path).write_bytes(content)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
@@ -83,16 +80,15 @@ def _write_through(descriptor: int, content: bytes) -> None:
         copy.write(content)
 
 
-def _replace(target: Path, content: bytes, durable: bool) -> None:
+def _replace(target: Path, content: bytes) -> None:
     """Write a neighbour with the mode a plain `open` would give, then rename it over the target."""
     neighbour = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
     descriptor = os.open(neighbour, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(content)
-            if durable:
-                stream.flush()
-                os.fsync(stream.fileno())
+            stream.flush()
+            os.fsync(stream.fileno())
         os.replace(neighbour, target)
     except BaseException:
         neighbour.unlink(missing_ok=True)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import MosaicError, UsageError
-from mosaic.kernels import kernel_of
-from mosaic.kernels.binding import Kernel, reference_of
+from mosaic.kernels.binding import Kernel, kernel_of, reference_of
 from mosaic.registrar.operands import parse, shapes
 from mosaic.registrar.operator import Backend, Dim, Implementation, Operator, Spec
 from mosaic.registrar.polynomial import symbol

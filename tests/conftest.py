@@ -1,4 +1,4 @@
-"""Shared by all tests: templates and compiled kernels are cached in a folder of the tests, never in the user's."""
+"""Shared by all tests: compiled kernels are cached in a folder of the tests, never in the user's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _CACHE = os.path.join(tempfile.gettempdir(), f"mosaic-tests-{os.getuid()}")
-os.environ["MOSAIC_CACHE"] = _CACHE
 os.environ["TRITON_CACHE_DIR"] = os.path.join(_CACHE, "triton")
 
 # Processes that tests start find what is installed compiled, and compile Mosaic once, not every time.
@@ -49,25 +48,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture
 def new_process() -> Callable[[], None]:
-    """Forget the templates of this process when called; those on disk stay."""
+    """Forget the templates of this process when called."""
     from mosaic.planner import cache
 
     return cache.forget
-
-
-@pytest.fixture
-def no_cache(monkeypatch: pytest.MonkeyPatch, new_process: Callable[[], None]) -> None:
-    """Compile templates anew, and keep none on disk."""
-    monkeypatch.setenv("MOSAIC_CACHE", "")
-    new_process()
-
-
-@pytest.fixture
-def empty_cache(monkeypatch: pytest.MonkeyPatch, new_process: Callable[[], None], tmp_path: Path) -> Path:
-    """Compile templates anew, and keep them in an empty folder."""
-    monkeypatch.setenv("MOSAIC_CACHE", str(tmp_path))
-    new_process()
-    return tmp_path
 
 
 def _values(point: pytest.Function, together: int) -> set[tuple[str, ...]]:

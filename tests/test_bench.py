@@ -19,6 +19,11 @@ from torch import Tensor, nn
 
 import mosaic
 from benchmarks import engines
+from benchmarks.bench import Settings, run, suite
+from benchmarks.bench.__main__ import main
+from benchmarks.bench.baselines import Experts, Transformer
+from benchmarks.bench.inputs import make_inputs, masked_rows
+from benchmarks.bench.torch_engine import TorchEngine
 from benchmarks.engines import COMPILED, SpeedSettings, sdpa
 from benchmarks.engines.limits import largest
 from benchmarks.engines.meters import alive_over_time, profiled
@@ -26,11 +31,6 @@ from benchmarks.engines.plans import alive_by_plan, launch_shapes, op_seconds, w
 from benchmarks.engines.sdpa import choose, seen_in
 from benchmarks.engines.torch_engine import TunedEngine
 from benchmarks.floor import Floor
-from mosaic import cli
-from mosaic.bench import Settings, run, suite
-from mosaic.bench.baselines import Experts, Transformer
-from mosaic.bench.inputs import make_inputs, masked_rows
-from mosaic.bench.torch_engine import TorchEngine
 from mosaic.devices import load_device
 from mosaic.errors import UnknownName, UsageError
 from mosaic.models import load
@@ -504,10 +504,10 @@ def canned(**more: Any) -> dict[str, Any]:
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
     def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["mosaic", "bench", *arguments])
+        monkeypatch.setattr("sys.argv", ["benchmarks.bench", *arguments])
         code = 0
         try:
-            cli.main()
+            main()
         except SystemExit as stop:
             code = int(stop.code or 0)
         captured = capsys.readouterr()
@@ -525,7 +525,7 @@ def test_the_command_prints_a_table_and_writes_json(
         asked.append(settings)
         return canned()
 
-    monkeypatch.setattr("mosaic.bench.run", fake)
+    monkeypatch.setattr("benchmarks.bench.run", fake)
     file = tmp_path / "bench.json"
     options = (
         "--model",
@@ -546,7 +546,7 @@ def test_the_command_prints_a_table_and_writes_json(
     assert "predicted" not in out and "inflation" not in out  # nothing to show there
     code, out, _ = command(*options, "--json")
     assert code == 0 and json.loads(out) == canned()
-    monkeypatch.setattr("mosaic.bench.run", lambda settings, **_: canned(complete=False))
+    monkeypatch.setattr("benchmarks.bench.run", lambda settings, **_: canned(complete=False))
     assert command(*options)[0] == 1
 
 

@@ -15,9 +15,9 @@ from test_decoding import CONFIGS, MASK, prompt_of
 
 from benchmarks import decoding as benchmark
 from benchmarks import record, report
+from benchmarks.bench.baselines import Transformer
 from benchmarks.loops import PlainModel, generate_plainly
 from mosaic import decoding, models
-from mosaic.bench.baselines import Transformer
 from mosaic.decoding.config import GenerationConfig, resolve
 from mosaic.errors import UsageError
 

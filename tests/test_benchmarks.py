@@ -42,9 +42,9 @@ from benchmarks import (
     traces,
     unembed,
 )
+from benchmarks.bench.baselines import Transformer
 from benchmarks.floor import Best, Floor, keys_read
 from benchmarks.quality.answers import Answers
-from mosaic.bench.baselines import Transformer
 from mosaic.calibration.measure import Bench
 from mosaic.devices import load_device
 from mosaic.errors import UsageError
@@ -1091,7 +1091,7 @@ def test_what_engines_load_in_their_processes_is_measured(out: Path, monkeypatch
         keep({"record": "point", **point(engine, 1024, 0.02), "masked": 512})
         keep({"record": "process", "engine": engine, "files": [loaded, "/elsewhere/torch.py"]})
 
-    monkeypatch.setattr("mosaic.bench.suite.run_engine", engine_of)
+    monkeypatch.setattr("benchmarks.bench.suite.run_engine", engine_of)
     speed.main(["small-llada", "--ctx", "1k", "--mask-ratio", "0.5", "--engines", "mosaic"])
     found = read(out, "speed-small-llada-h200")
     assert "tests/dropping.py" in found["environment"]["sources"] and len(found["points"]) == 1

@@ -118,7 +118,7 @@ COMMON = [
 FITS, CONTEXT = "max_ctx_tokens, but that 5 tokens fit (planning again)", "max_ctx_tokens (planning again)"
 SEARCH = [
     "solver and the search's moves and configurations (the search)",
-    "budget_bytes, host_budget_bytes (whoever asked for the plan)",
+    "budget_bytes, host_budget_bytes (the request of the plan)",
     "that no setting and no size is missing (planning again)",
 ]
 FREE = "in this phase no loop and no rule shows them"

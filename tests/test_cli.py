@@ -476,7 +476,7 @@ def test_contexts_go_by_either_name(mosaic: Any) -> None:
         pytest.param("mosaic generate --model small-s", "small-sdar", marks=pytest.mark.soak),
         pytest.param("mosaic devices --model dre", "dream-7b", marks=pytest.mark.soak),
         ("mosaic pack --solver cp", "cpsat"),
-        ("mosaic bench --device h2", "h200"),
+        ("mosaic generate --device h2", "h200"),
         ("mosaic cal", "calibrate"),
     ],
 )
@@ -490,24 +490,6 @@ def test_the_shell_completes_names(words: str, expected: str) -> None:
     code = "import sys; sys.argv = ['mosaic']; from mosaic_dllm import main; main()"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert ran.returncode == 0 and ran.stdout.split() == [expected], ran.stderr
-
-
-def test_templates_that_are_compiled_are_shown_in_a_terminal_alone(
-    mosaic: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    config = tmp_path / "tiny" / "config.json"
-    config.parent.mkdir()
-    config.write_text(json.dumps({**SMALL, "d_model": 128}))
-    arguments = ("plan", "--model", str(config), "--ctx", "64", "--device", "cpu")
-    monkeypatch.setenv("MOSAIC_CACHE", str(tmp_path / "cache"))
-    assert mosaic(*arguments).err == ""
-    config.write_text(json.dumps({**SMALL, "d_model": 192}))
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    ran = mosaic(*arguments)
-    assert "planning this model for the first time, 0 bodies compiled" in ran.err and ran.err.endswith("\r\x1b[K")
-    assert ran.code == 0 and "first time" not in ran.out
-    assert "first time" not in mosaic(*arguments).err, "the cache has them now"
 
 
 def test_a_device_of_ones_own(mosaic: Any, tmp_path: Path) -> None:

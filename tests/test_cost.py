@@ -14,8 +14,9 @@ import pytest
 from mosaic.devices import DEVICES, Device
 from mosaic.models import PRESETS, load
 from mosaic.planner import Planner, Request
+from mosaic.planner.body import Body
 from mosaic.planner.cost import OpTimes
-from mosaic.planner.template import Body, compile_body
+from mosaic.planner.template import compile_body
 from mosaic.planner.timeline import overlapping_loops
 from mosaic.registrar.graph import Graph
 

@@ -12,7 +12,8 @@ from test_gpu_generation import DEVICE
 
 import mosaic
 from mosaic import decoding
-from mosaic.kernels import kernel_of, load
+from mosaic.kernels import load
+from mosaic.kernels.binding import kernel_of
 from mosaic.registrar.operators import operator
 from mosaic.runtime.compiled import CompiledModel
 

@@ -16,7 +16,8 @@ from test_kernels import BF16, F32, Case, assert_within, name_of, randn
 from test_kv import FEW, check_bits, check_in_triton, kv_case, softmax_rows, tables, triton_bound
 from test_triton_kernels import INTERPRETED, moved, scratch_for
 
-from mosaic.kernels import kernel_of, load
+from mosaic.kernels import load
+from mosaic.kernels.binding import kernel_of
 from mosaic.registrar.operators import operator
 
 pytestmark = [

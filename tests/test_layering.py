@@ -24,7 +24,6 @@ ALLOWED = {
     "runtime": {"registrar", "kernels", "runtime", "planner", "models", "devices", "files"},
     "calibration": {"registrar", "kernels", "runtime", "calibration", "devices", "files"},
     "decoding": {"registrar", "kernels", "runtime", "planner", "models", "decoding"},
-    "bench": {"registrar", "kernels", "runtime", "planner", "models", "devices", "files", "decoding", "bench"},
 }
 COMMON = {"errors", "units", "version"}
 # At call time, through the room above: a notebook's picture of an object, and `generate` of a compiled model.
@@ -36,7 +35,7 @@ def run(code: str) -> str:
 
 
 LIGHT = ("registrar.draw", "registrar.graph", "registrar.program", "models", "planner", "planner.check", "planner.offsets",
-         "viz", "devices", "cli", "bench")  # fmt: skip
+         "viz", "devices", "cli")  # fmt: skip
 
 
 def test_the_planner_half_imports_nothing_heavy() -> None:

@@ -13,7 +13,7 @@ from test_runtime_compiled import sequences_of
 from torch import Tensor, nn
 
 import mosaic
-from mosaic.bench.baselines import Transformer
+from benchmarks.bench.baselines import Transformer
 from mosaic.models import load
 from mosaic.models.parts import LOGITS
 from mosaic.models.phase import Phase

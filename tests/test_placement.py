@@ -11,7 +11,7 @@ import pytest
 
 from mosaic.planner import placement
 from mosaic.planner.offsets import Order, Problem, Solution, solve
-from mosaic.planner.placement import NODE_LIMIT, REFERENCES, place, problem_of
+from mosaic.planner.placement import NODE_LIMIT, REFERENCES, place, problem_of, replayed
 from mosaic.planner.space import Config, Point, Space
 from tests.small_programs import CARD, Exact, dims, drawn, template
 
@@ -57,9 +57,7 @@ def test_every_way_to_place_is_valid_and_says_how(seed: int, tokens: int) -> Non
             verify(point, config, named, high)
             assert by == solver and peak <= high
         if peak == point.lower_bound(config):
-            orders = point.space.variant(config).orders
-            replays = [order.replay(point.root_sizes(config))[1] for order, _, _ in orders]
-            assert used.endswith(", replayed") == (peak in replays)
+            assert used.endswith(", replayed") == (peak in [replay.peak_bytes for replay in replayed(point, config)])
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -74,7 +72,7 @@ def test_orders_come_from_the_reference_sizes_alone(seed: int) -> None:
         offsets, peak, used = place(space.at(dims(tokens)), config)
         assert (list(offsets), peak, used) == (list(expected[tokens][0]), *expected[tokens][1:])
     variant = space.variant(config)
-    for (extent, rows), (order, _, by) in zip(REFERENCES, variant.orders, strict=False):
+    for (extent, rows), (order, _, by) in zip(REFERENCES, variant.orders.values(), strict=False):
         parts = 4  # a fixed dim, and the most rows of its loop
         values = [extent, parts, extent, min(rows, parts), rows, rows]
         assert variant.body.variables == ("tokens", "parts", "masked", "parts_rows", "body_rows", "head_rows")
@@ -131,27 +129,25 @@ def test_the_lowest_of_replays_and_solution_is_taken_the_first_of_equals(
         found, times = place(point, config), len(asked)
         again = place(point, config)
         assert (list(again.offsets), *again[1:]) == (list(found.offsets), *found[1:]) and len(asked) == times
-        variant, sizes = point.space.variant(config), point.root_sizes(config)
-        replays = [(*order.replay(sizes), f"{by}, replayed") for order, _, by in variant.orders]
-        if replays[-1][1] == point.lower_bound(config):
-            expected = replays[-1]
-        else:
-            assert len(replays) == 2 and asked[-1][1] == "auto"
-            problem = placement.problem_of(variant, sizes.tolist())
+        replays = list(replayed(point, config))
+        assert len(replays) == len(REFERENCES) + 1 and {solver for _, solver in asked} == {"auto"}
+        expected = next((each for each in replays if each.peak_bytes == point.lower_bound(config)), None)
+        if expected is None:
+            problem = placement.problem_of(point.space.variant(config), point.root_sizes(config).tolist())
             answer = answers[tuple(problem.sizes), tuple(problem.starts)]
-            solved = (answer.offsets, answer.peak_bytes, answer.solver)
-            expected = min((*replays, solved), key=lambda each: each[1])
-        assert (list(found.offsets), *found[1:]) == (list(expected[0]), *expected[1:])
+            solved = placement.Placement(answer.offsets, answer.peak_bytes, answer.solver)
+            expected = min((*replays, solved), key=lambda each: each.peak_bytes)
+        assert (list(found.offsets), *found[1:]) == (list(expected.offsets), *expected[1:])
 
 
 def test_an_order_that_does_not_hold_is_dropped_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
     point = fresh(0, 150)
     config = next(Exact(point).configs())
     expected, variant = place(point, config), point.space.variant(config)
-    variant.orders[:] = [
-        (replace(order, below=((),) * len(order.below)), guard, "flat") for order, guard, _ in variant.orders * 2
-    ]
+    assert list(replayed(point, config))  # finds the orders at all sizes
+    for key, (order, guard, _) in variant.orders.items():
+        variant.orders[key] = replace(order, below=((),) * len(order.below)), guard, "flat"
     found = place(point, config)
     verify(point, config, *found[:2])
     assert found.peak_bytes == expected.peak_bytes and found.solver != "flat, replayed"
-    assert caplog.text.count("dropped a replayed order of the solver flat") == len(REFERENCES)
+    assert caplog.text.count("dropped a replayed order of the solver flat") == len(REFERENCES) + 1

@@ -275,7 +275,8 @@ def test_one_order_serves_every_context_and_chunk(name: str, monkeypatch: pytest
 # -- the artifact ---------------------------------------------------------------------------------------------------
 
 
-def test_plans_round_trip_and_are_byte_identical(llada: Planner, no_cache: None) -> None:
+def test_plans_round_trip_and_are_byte_identical(llada: Planner, new_process: Callable[[], None]) -> None:
+    new_process()
     request = Request(seq_lens=(5000, 70), mask_ratio=0.3)
     text = llada.plan(request).to_json()
     assert Plan.from_json(text).to_json() == text

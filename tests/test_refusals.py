@@ -1,4 +1,4 @@
-"""A refusal is quick, whatever the budget, and what it offers instead holds: CPU seconds with templates compiled before."""
+"""A refusal is quick, whatever the budget, and what it offers instead holds: CPU seconds, of compiling templates too."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def refused(planner: Planner, request: Request) -> Misfit:
 
 
 def second_s(make: Callable[[], Planner], request: Request, new_process: Callable[[], None]) -> tuple[float, Misfit]:
-    """CPU seconds of a refusal in what is as good as a new process, templates compiled before: the less of two."""
+    """CPU seconds of a refusal in what is as good as a new process: the less of two."""
     found, spent = refused(make(), request), []
     for _ in range(2):
         new_process()

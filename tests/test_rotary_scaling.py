@@ -18,7 +18,7 @@ from transformers import Qwen2Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import mosaic
-from mosaic.bench.baselines import Transformer
+from benchmarks.bench.baselines import Transformer
 from mosaic.decoding import generate
 from mosaic.decoding.canvas import COMMIT
 from mosaic.errors import CheckpointError, UnsupportedModel, UsageError

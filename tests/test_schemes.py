@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 import mosaic
-from mosaic import Implementation, Operator, Spec
+from mosaic import Implementation, Operator
 from mosaic.devices import load_device
 from mosaic.errors import UsageError
 from mosaic.models import load
 from mosaic.planner.check import check_plan, unverified_operators
 from mosaic.planner.planner import Planner
 from mosaic.registrar.dtypes import ITEMSIZE
-from mosaic.registrar.operator import require
 from mosaic.registrar.schemes.scheme import Part, Scheme, part_of
 
 SIZES = {
@@ -33,20 +32,6 @@ SIZES = {
 
 
 # --- the scheme -------------------------------------------------------------------------------------------------------
-
-
-def infer(x: Spec, codes: Spec, scale: Spec, **more: Spec) -> tuple[Spec]:
-    require(codes == Spec((codes.shape[0], x.shape[1]), "int8"), f"codes must be int8[out, {x.shape[1]}], not {codes}")
-    require(scale == Spec(codes.shape[:1], "float32"), f"scale must be float32[{codes.shape[0]}], not {scale}")
-    return (Spec((x.shape[0], codes.shape[0]), x.dtype),)
-
-
-def flops(x: Spec, codes: Spec, **more: Spec) -> Any:
-    return 2 * x.elements * codes.shape[0]
-
-
-def columns(x: Spec, codes: Spec, **more: Spec) -> Any:
-    return codes.shape[0]
 
 
 def linear(*, x: Tensor, codes: Tensor, scale: Tensor, y: Tensor, bias: Tensor | None = None, **_: Any) -> None:
@@ -73,12 +58,12 @@ EIGHT_BITS = Scheme(
     name="8 bits by rows",
     parts=(Part(name="codes", dtype="int8"), Part(name="scale", dtype="float32", columns=0)),
     linear=Operator(
-        name="eight_bit_linear", reads=("x", "codes", "scale", "bias?"), writes=("y",), infer=infer, flops=flops, rate="gemm",
-        rate_columns=columns, implementations=on_cpu(linear),
+        name="eight_bit_linear", operands="x:a[T, I] codes:int8[O, I] scale:f32[O] bias?:a[O] -> y:a[T, O]", flops="2*x*O",
+        rate="gemm", rate_columns="O", implementations=on_cpu(linear),
     ),
     linear_add=Operator(
-        name="eight_bit_linear_add", reads=("x", "codes", "scale", "y"), updates=("y",), flops=flops, rate="gemm",
-        rate_columns=columns, implementations=on_cpu(linear_add),
+        name="eight_bit_linear_add", operands="x:a[T, I] codes:int8[O, I] scale:f32[O] y!:a[T, O] ->", flops="2*x*O",
+        rate="gemm", rate_columns="O", implementations=on_cpu(linear_add),
     ),
     encode=encode,
 )  # fmt: skip

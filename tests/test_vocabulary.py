@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mosaic
-from mosaic.bench.settings import Settings
+from benchmarks.bench.settings import Settings
 from mosaic.devices import DEVICES, load_device
 from mosaic.errors import UsageError
 from mosaic.models import load

@@ -1,4 +1,4 @@
-"""`mosaic bench` as the tables have it: `torch.compile` in several ways, the fastest attention, averages, largest contexts."""
+"""`benchmarks.bench` as the tables have it: `torch.compile` in several ways, the fastest attention, averages, largest contexts."""
 
 from __future__ import annotations
 

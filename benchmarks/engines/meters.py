@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from mosaic.bench.meters import synchronise
+from benchmarks.bench.meters import synchronise
 
 __all__ = ["Alive", "alive_over_time", "profiled", "sustained"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.bench.mosaic_engine import MosaicEngine
 from benchmarks.engines.plans import alive_by_plan
 from benchmarks.engines.settings import SpeedSettings
-from mosaic.bench.mosaic_engine import MosaicEngine
 from mosaic.planner import Planner, Request
 
 __all__ = ["MeasuredEngine", "fixed_part"]

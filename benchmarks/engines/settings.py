@@ -1,4 +1,4 @@
-"""What a table measures beyond `mosaic bench`."""
+"""What a table measures beyond `benchmarks.bench`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mosaic.bench import Settings
+from benchmarks.bench import Settings
 from mosaic.errors import UnknownName, UsageError
 from mosaic.units import parse_bytes
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.bench.suite import Progress, Turn, run_turns
 from benchmarks.engines.settings import SpeedSettings
-from mosaic.bench.suite import Progress, Turn, run_turns
 
 __all__ = ["fastest_compiled", "run"]
 
@@ -16,7 +16,7 @@ __all__ = ["fastest_compiled", "run"]
 def run(
     settings: SpeedSettings, *, command: str, progress: Progress | None = None, deadline_s: float | None = None
 ) -> dict[str, Any]:
-    """Measure every engine as `mosaic.bench.run` does, and its largest contexts, as `limits`."""
+    """Measure every engine as `benchmarks.bench.run` does, and its largest contexts, as `limits`."""
     result = run_turns(
         _turns(settings), settings, command=command, progress=progress, deadline_s=deadline_s,
         worker="benchmarks.engines.worker",

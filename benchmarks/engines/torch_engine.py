@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
+from benchmarks.bench.inputs import Inputs, make_inputs
+from benchmarks.bench.meters import driver_bytes, synchronise
+from benchmarks.bench.torch_engine import TorchEngine
 from benchmarks.engines import sdpa
 from benchmarks.engines.limits import largest
 from benchmarks.engines.meters import alive_over_time, profiled
 from benchmarks.engines.settings import COMPILED, SpeedSettings
-from mosaic.bench.inputs import Inputs, make_inputs
-from mosaic.bench.meters import driver_bytes, synchronise
-from mosaic.bench.torch_engine import TorchEngine
 
 __all__ = ["TunedEngine"]
 

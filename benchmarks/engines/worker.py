@@ -1,13 +1,13 @@
-"""One engine in a process of its own, as `mosaic.bench.worker`, and then its largest contexts."""
+"""One engine in a process of its own, as `benchmarks.bench.worker`, and then its largest contexts."""
 
 from __future__ import annotations
 
 from itertools import product
 
+from benchmarks.bench.worker import Emit, serve, work
 from benchmarks.engines.mosaic_engine import MeasuredEngine
 from benchmarks.engines.settings import SpeedSettings
 from benchmarks.engines.torch_engine import TunedEngine
-from mosaic.bench.worker import Emit, serve, work
 
 
 def main(name: str, text: str, emit: Emit) -> None:

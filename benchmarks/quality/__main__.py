@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
+from benchmarks.bench.environment import environment
+from benchmarks.bench.meters import card
 from benchmarks.quality.compare import CompareSettings, compare, configurations
 from benchmarks.quality.decodability import DecodabilitySettings, measure
 from benchmarks.quality.estimation import EstimationSettings, estimate
@@ -24,8 +26,6 @@ from benchmarks.quality.plot import decodability_png, estimation_png
 from benchmarks.quality.policies import schedule as read_schedule
 from benchmarks.quality.tables import decodability_tables, estimation_tables, exact_tables, policies_tables
 from benchmarks.record import command_line
-from mosaic.bench.environment import environment
-from mosaic.bench.meters import card
 from mosaic.cli import decoding_options as o
 from mosaic.cli import main as run
 from mosaic.cli.exports import check_targets, report, say_written

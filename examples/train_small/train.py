@@ -30,10 +30,10 @@ from model import SIZES, Attend, Transformer, rotary_tables
 from optimizer import Muon
 from torch import Tensor
 
+from benchmarks.bench.environment import environment
 from benchmarks.quality.evaluation import evaluation_set
 from benchmarks.quality.items import LONG_TASKS, TASKS
 from benchmarks.quality.scoring import summary
-from mosaic.bench.environment import environment
 
 STAGES = (
     Stage(share=0.22, lengths={128: 0.4, 256: 0.6}, whole=0.25),

@@ -73,7 +73,6 @@ def profile(device: Device) -> dict[str, Any]:
 
 
 def _fitting(model: Model, request: Request, budget: str | None, host_budget: str | None) -> list[dict[str, Any]]:
-    from mosaic.cli.progress import compiling
     from mosaic.devices import DEVICES
     from mosaic.planner.planner import Planner
     from mosaic.units import parse_bytes
@@ -85,9 +84,8 @@ def _fitting(model: Model, request: Request, budget: str | None, host_budget: st
         if device.backend != "cuda":
             continue
         available = device.memory_bytes if most is None else min(most, device.memory_bytes)
-        with compiling() as progress:
-            planner = Planner(model, device=device, budget=available, host_budget=host_budget, progress=progress)
-            plan = planner.plan(request)
+        planner = Planner(model, device=device, budget=available, host_budget=host_budget)
+        plan = planner.plan(request)
         rows.append(
             {
                 "name": device.name, "fits": plan.fits, "total_bytes": plan.total_bytes, "memory_bytes": device.memory_bytes,

@@ -170,19 +170,17 @@ def _encode(text: str, tokenizer: Tokenizer | None, chat: bool, model: Model) ->
 def _outlook(job: _Job) -> list[str]:
     """Warnings about a large model before it is loaded; none for a small one."""
     from mosaic.cli.outlook import LARGE, available_bytes, outlook
-    from mosaic.cli.progress import compiling
     from mosaic.planner import Planner, Request
 
     if job.model.architecture.parameters < LARGE:
         return []
     model = job.model if job.dtype is None else job.model.with_dtype(job.dtype)
     tokens = len(job.prompt_ids) + job.config.gen_length
-    with compiling() as progress:
-        planner = Planner(
-            model, device=job.device, budget=job.budget, host_budget=job.host_budget,
-            batch_invariant=job.batch_invariant, progress=progress,
-        )  # fmt: skip
-        plan = planner.plan(Request(seq_lens=(tokens,), masked=job.config.gen_length), limit=False)
+    planner = Planner(
+        model, device=job.device, budget=job.budget, host_budget=job.host_budget,
+        batch_invariant=job.batch_invariant,
+    )  # fmt: skip
+    plan = planner.plan(Request(seq_lens=(tokens,), masked=job.config.gen_length), limit=False)
     steps, _ = _totals(job.config, len(job.prompt_ids))
     memory = available_bytes() if planner.device.backend == "cpu" else None
     return outlook(plan, steps or job.config.gen_length, memory=memory) if plan.fits else []
@@ -216,17 +214,15 @@ def _decode(
     import torch
 
     from mosaic.cli.live import Record
-    from mosaic.cli.progress import compiling
     from mosaic.decoding import loop
     from mosaic.runtime.compile import compile
 
     began = time.perf_counter()
     try:
-        with compiling() as progress:
-            opened = compile(
-                job.model, device=job.device, budget=job.budget, host_budget=job.host_budget, dtype=job.dtype,
-                threads=job.threads, batch_invariant=job.batch_invariant, seed=job.config.seed, progress=progress,
-            )  # fmt: skip
+        opened = compile(
+            job.model, device=job.device, budget=job.budget, host_budget=job.host_budget, dtype=job.dtype,
+            threads=job.threads, batch_invariant=job.batch_invariant, seed=job.config.seed,
+        )  # fmt: skip
     except DoesNotFit as misfit:
         raise DoesNotFit(
             f"{job.model.name} takes {format_bytes(misfit.needed_bytes)} for a single token, the budget is "

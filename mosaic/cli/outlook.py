@@ -41,7 +41,7 @@ def outlook(plan: Plan, steps: int, *, memory: int | None = None) -> list[str]:
         )
     step_s = plan.predicted_step_ms / 1e3
     if step_s * steps > LONG_S:
-        guess = ", by figures that nobody measured here" if plan.document["estimated"] else ""
+        guess = ", by an estimated profile" if plan.document["estimated"] else ""
         found.append(
             f"{plan.model} on {plan.device}: up to {steps:,} steps of {format_seconds(step_s)}, "
             f"{format_seconds(step_s * steps)} in all{guess}; Ctrl-C stops it, --gen-length and --steps shorten it."

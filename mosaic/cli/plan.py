@@ -68,21 +68,19 @@ def plan(
         _compare(compare, as_json)
         return
     from mosaic.cli.exports import check_targets, export
-    from mosaic.cli.progress import compiling
     from mosaic.cli.request import read_model, read_request, scaled
     from mosaic.devices import DEFAULT_DEVICE
-    from mosaic.models.policies.registry import options_of
     from mosaic.planner.advice import misfit
     from mosaic.planner.planner import Planner
     from mosaic.planner.template import collector_paused
     from mosaic.units import format_bytes
 
-    policy = None if attention is None else options_of("attention", attention)
+    policy = _options("attention", attention)
     if policy is not None and (seq_lens, masked, mask_ratio) != (None, None, None):
         raise UsageError(
             "--attention plans a whole block at the end of --ctx; leave --seq-lens, --masked and --mask-ratio out."
         )
-    evicting = None if eviction is None else options_of("eviction", eviction)
+    evicting = _options("eviction", eviction)
     if evicting is not None and (masked, mask_ratio) != (None, None):
         raise UsageError("--eviction plans whole blocks; leave --masked and --mask-ratio out.")
     if block_cache is not None and evicting is None:
@@ -91,30 +89,28 @@ def plan(
     check_targets(targets.values())
     described = scaled(read_model(model, dtype), rope_scaling)
     with collector_paused():  # to the end, or what planning has made is looked through while it is shown
-        with compiling() as progress:
-            planner = Planner(
-                described, device=device, budget=budget, host_budget=host_budget, batch_invariant=batch_invariant,
-                progress=progress,
-            )  # fmt: skip
-            planner.verify_checkpoint()
-            steps = {} if policy is None else requests_of(planner, ctx, policy)
-            run = {name: step for name, step in steps.items() if name != "exact"}
-            if evicting is not None:
-                evicting.check(described.architecture)
-                blocks = run or {"later": block_of(planner, ctx, seq_lens)}
-                cut = {name: cut_of(planner, step, evicting, block_cache) for name, step in blocks.items()}
-                run = {name: step for name, (_, step) in cut.items()}
-            if run:
-                request = next((step for step in run.values() if not planner.fits(step)), run["later"])
-            else:
-                request = read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
-            made = planner.plan(request, solver=solver)
-            reason = None if made.fits else misfit(planner, request, made)
-            if reason is None and policy is not None:
-                others = {name: planner.plan(step, limit=False) for name, step in steps.items()}
-            if reason is None and evicting is not None:
-                whole, evicted = cut["later"]
-                graphs = eviction_figures(planner.plan(whole, limit=False), planner.plans(evicted, limit=False))
+        planner = Planner(
+            described, device=device, budget=budget, host_budget=host_budget, batch_invariant=batch_invariant,
+        )  # fmt: skip
+        planner.verify_checkpoint()
+        steps = {} if policy is None else requests_of(planner, ctx, policy)
+        run = {name: step for name, step in steps.items() if name != "exact"}
+        if evicting is not None:
+            evicting.check(described.architecture)
+            blocks = run or {"later": block_of(planner, ctx, seq_lens)}
+            cut = {name: cut_of(planner, step, evicting, block_cache) for name, step in blocks.items()}
+            run = {name: step for name, (_, step) in cut.items()}
+        if run:
+            request = next((step for step in run.values() if not planner.fits(step)), run["later"])
+        else:
+            request = read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
+        made = planner.plan(request, solver=solver)
+        reason = None if made.fits else misfit(planner, request, made)
+        if reason is None and policy is not None:
+            others = {name: planner.plan(step, limit=False) for name, step in steps.items()}
+        if reason is None and evicting is not None:
+            whole, evicted = cut["later"]
+            graphs = eviction_figures(planner.plan(whole, limit=False), planner.plans(evicted, limit=False))
         if device is None and not as_json:
             note(f"no --device given: planning for the built-in {DEFAULT_DEVICE}.")
         if planner.budget_bytes > planner.device.memory_bytes:
@@ -138,6 +134,15 @@ def plan(
             report_steps(figures(others), policy, described.architecture.block)
         if evicting is not None:
             report_graphs(graphs, evicting)
+
+
+def _options(kind: str, text: str | None) -> Any:
+    """What is asked for of a policy, if anything is: a plan without imports none."""
+    if text is None:
+        return None
+    from mosaic.models.policies.registry import options_of
+
+    return options_of(kind, text)
 
 
 def _report_misfit(made: Plan, reason: Any, as_json: bool, explain: bool) -> None:

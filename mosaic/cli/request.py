@@ -41,7 +41,7 @@ def scaled(model: Model, rope_scaling: str | None) -> Model:
 
 
 def read_plan(file: Path) -> Plan:
-    """Read a plan file whose claims hold: of one that is damaged, no figure is shown.
+    """Read a plan file and check it, so that no figure of a damaged plan is shown.
 
     Raises
     ------
@@ -63,10 +63,9 @@ def read_plan(file: Path) -> Plan:
 
 
 def own_dtype(model: str, device: str) -> str | None:
-    """Return the dtype that a command runs a model in where none is asked for; None: the checkpoint's.
+    """Return the dtype that a command runs a model in by default; None: the checkpoint's.
 
-    A CPU step converts 16-bit operands of its products tile by tile, so that it needs no memory beside the plan's; what
-    that costs in time the small models need not pay.
+    The small models run in float32 on a CPU, where products of 16-bit operands take longer: they are converted tile by tile.
     """
     from mosaic.devices import load_device
     from mosaic.models.shipped import SHIPPED
@@ -77,10 +76,9 @@ def own_dtype(model: str, device: str) -> str | None:
 def read_request(
     ctx: str | None, seq_lens: str | None, mask_ratio: float | None, masked: str | None, *, auto: Planner | None = None
 ) -> Request:
-    """Return the request that the options describe; `auto` is the planner that solves `--ctx auto`, where that is allowed.
+    """Return the request that the options describe; `auto` is the planner that solves `--ctx auto`, if that is allowed.
 
-    A context that is asked for with `auto` and does not exist is answered with the smallest request there is, which
-    does not fit.
+    If no context fits, `--ctx auto` gives the smallest request, which does not fit.
     """
     from mosaic.planner.request import DEFAULT_MASK_RATIO, Request
     from mosaic.units import parse_lengths, parse_tokens

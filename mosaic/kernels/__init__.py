@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mosaic.kernels.found import kernel_of
 from mosaic.registrar.operators import operator
 
 if TYPE_CHECKING:
     from mosaic.kernels.binding import Kernel
 
-__all__ = ["kernel_of", "load"]
+__all__ = ["load"]
 
 
 def load(name: str, backend: str = "cpu", implementation: str | None = None) -> Kernel:
@@ -39,7 +38,7 @@ def load(name: str, backend: str = "cpu", implementation: str | None = None) -> 
     >>> load("silu_mul").module.__name__
     'mosaic.kernels.silu_mul'
     """
-    from mosaic.kernels.binding import Kernel
+    from mosaic.kernels.binding import Kernel, kernel_of
 
     record = operator(name)
     way = record.implementation(backend, implementation)

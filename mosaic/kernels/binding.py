@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
+from importlib import import_module
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from mosaic.errors import GraphError, RuntimeMemoryError, UsageError
-from mosaic.kernels.found import kernel_of
 from mosaic.registrar.operands import Operand, Spec, parse
 from mosaic.registrar.operator import Implementation, Operator
 
-__all__ = ["Kernel", "check", "launcher_of", "reference_of"]
+__all__ = ["Kernel", "check", "kernel_of", "launcher_of", "reference_of"]
 
 _NAMES: Final = {getattr(torch, name): name for name in (
     "float64", "int64", "float32", "int32", "int16", "bfloat16", "float16", "int8", "uint8", "bool",
@@ -79,6 +79,15 @@ class Kernel:
     def launch(self, **given: Any) -> None:
         """Check a launch, and launch it once."""
         self.bind(**given)()
+
+
+def kernel_of(implementation: Implementation) -> Any:
+    """Get what launches an implementation: an object with a `launch`, such as its module, or the launcher itself."""
+    kernel = implementation.kernel
+    if not isinstance(kernel, str):
+        return kernel
+    module, _, launcher = kernel.partition(":")
+    return getattr(import_module(module), launcher) if launcher else import_module(module)
 
 
 def launcher_of(kernel: Any) -> Callable[..., object]:

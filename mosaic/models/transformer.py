@@ -157,9 +157,9 @@ class TransformerStep:
     def kind(self, layer: int) -> Hashable:
         """Return what says how a layer is registered, but for its number."""
         arch, cut, streams = self.arch, self.phase.cut, self.residency.streams
-        observed, before_end = cut is not None and layer <= cut.layer, min(arch.layers - layer, 3)
-        own = self.attention_way.kind(self, layer)
-        return before_end, observed, streams(layer), streams(layer + 1), arch.stack[layer], own
+        observed, own = cut is not None and layer <= cut.layer, self.attention_way.kind(self, layer)
+        fetches_keys_alone = layer + 2 == arch.layers and self.partial and not self.phase.head.decides
+        return fetches_keys_alone, observed, streams(layer), streams(layer + 1), arch.stack[layer : layer + 2], own
 
     def end(self, matrices: dict[str, Bundle], table: Buffer) -> None:
         """Register what comes after the last layer."""

@@ -212,9 +212,9 @@ def _least_host(planner: Planner, request: Request) -> int | None:
 
 
 def _one_on_host(plan: Plan, planner: Planner, request: Request, *, also: str = "") -> Iterator[Option]:
-    """As little pinned host memory as will do with the plain choices of a plan, hidden states on the device where that is enough.
+    """The least pinned host memory with a plan's plain choices; hidden states stay on the device if that is enough.
 
-    A look at the fixed part says that nothing fits; all ways of streaming would take a second to plan.
+    It is asked if the fixed part alone is too large, as planning all ways of streaming would take a second.
     """
     templates = [planner.space(graph.kind).template for graph in request.size.graphs]
     shared = [choice for choice in templates[0].choices if all(choice in template.choices for template in templates)]

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mosaic.devices import ANY_COLUMNS, Device, Rates
+from mosaic.planner.body import Body, BufferRecord, OpRecord
 from mosaic.planner.invariant import kernels_on_request
-from mosaic.planner.template import Body, BufferRecord, OpRecord
 from mosaic.planner.timeline import Timeline, overlapping_loops
 from mosaic.registrar.few_rows import FEW_ROWS
 from mosaic.registrar.operator import Spec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mosaic.errors import GraphError
-from mosaic.planner.template import Body
+from mosaic.planner.body import Body
 from mosaic.registrar.operators import find
 
 __all__ = ["kernels_on_request"]

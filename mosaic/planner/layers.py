@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 from mosaic.errors import GraphError
+from mosaic.planner.body import BufferRecord, OpRecord, RegionRecord
+from mosaic.registrar.parts import Run
 
 __all__ = ["Tables", "copies", "repeat"]
 
@@ -20,15 +23,21 @@ Tables = Sequence[list[Any]]
 """Records of ops, buffers, regions, barriers and edges."""
 
 
-def copies(earlier: Any, later: Any, more: int) -> Iterator[Any]:
-    """Yield what follows two neighbours, as plain lists.
+def copies(earlier: Any, later: Any, more: int) -> Sequence[Any]:
+    """Return what follows two neighbours, as plain lists.
 
     Raises
     ------
     GraphError
         If more than numbers differ between them.
     """
-    before, now = (re.split("([0-9]+)", json.dumps(rows).replace("%", "%%")) for rows in (earlier, later))
+    return _copies(json.dumps(earlier), json.dumps(later), more)
+
+
+@lru_cache(maxsize=128)
+def _copies(earlier: str, later: str, more: int) -> Sequence[Any]:
+    """Bodies that differ in their ending alone have the same layers."""
+    before, now = (re.split("([0-9]+)", text.replace("%", "%%")) for text in (earlier, later))
     if before[::2] != now[::2]:
         raise GraphError("two layers of one kind differ in more than numbers: let their `kind` say so")
     counted = []
@@ -37,12 +46,14 @@ def copies(earlier: Any, later: Any, more: int) -> Iterator[Any]:
             counted.append((int(now[at]), int(now[at]) - int(before[at])))
             now[at] = "%d"
     form = "".join(now)
-    for further in range(1, more + 1):
-        yield json.loads(form % tuple([number + further * step for number, step in counted]))
+    return [
+        json.loads(form % tuple([number + further * step for number, step in counted]))
+        for further in range(1, more + 1)
+    ]
 
 
-def repeat(tables: Tables, run: Any, makers: Sequence[Callable[..., Any]]) -> None:
-    """Insert the layers of a run that were left out; `makers` turn plain rows into records."""
+def repeat(tables: Tables, run: Run) -> None:
+    """Insert the layers of a run that were left out."""
     earlier, later = ([table[i:j] for table, i, j in zip(tables, *ends, strict=True)] for ends in pairwise(run.ends))
     _, starts, ends = run.ends
     op, buffer, region, *_ = (_moved(i, run.more * (j - i)) for i, j in zip(starts, ends, strict=True))
@@ -50,7 +61,7 @@ def repeat(tables: Tables, run: Any, makers: Sequence[Callable[..., Any]]) -> No
     for table, at in zip(tables, ends, strict=True):
         del table[at:]
     for layer in copies(earlier, later, run.more):
-        for table, make, rows in zip(tables, makers, layer, strict=True):
+        for table, make, rows in zip(tables, _MAKERS, layer, strict=True):
             table.extend(make(*row) for row in rows)
     tables[0].extend(
         o._replace(
@@ -69,3 +80,10 @@ def repeat(tables: Tables, run: Any, makers: Sequence[Callable[..., Any]]) -> No
 def _moved(start: int, by: int) -> Callable[[Any], Any]:
     """Map the numbers from `start` on, those of the last layer that a run has or of what follows, to where they come to be."""
     return lambda number: number if number is None or number < start else number + by
+
+
+def _row(*fields: Any) -> tuple[Any, ...]:
+    return fields
+
+
+_MAKERS = (OpRecord, BufferRecord, RegionRecord, _row, _row)

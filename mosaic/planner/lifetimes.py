@@ -11,7 +11,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mosaic.planner.template import Access, Body
+from mosaic.planner.body import Access, Body
 
 __all__ = ["BarrierRecord", "Lifetimes", "derive"]
 
@@ -46,7 +46,7 @@ def derive(body: Body, active: Set[str]) -> Lifetimes:
     accesses = body.accesses
     starts, ends = map(list, body.intervals)
     on = [i for i, region in enumerate(body.regions) if region.knob in active]
-    homes = [_nearest(body, buffer.home, active) for buffer in body.buffers]
+    homes = [None if buffer.home is None else _nearest(body, buffer.home, active) for buffer in body.buffers]
     barriers = [_apply_region(body, i, homes, starts, ends) for i in _inside_out(body, on)]
     barriers += _apply_barriers(body, starts, ends)
     _apply_streams(body, active, starts, ends)
@@ -75,17 +75,16 @@ def _is_inside(body: Body, home: int | None, region: int) -> bool:
 
 def _apply_region(body: Body, index: int, homes: list[int | None], starts: list[int], ends: list[int]) -> BarrierRecord:
     region = body.regions[index]
-    inputs, outputs = [], []
+    inputs, outputs = list[int](), list[int]()
     for b, written in body.touched[index]:
-        if _is_inside(body, homes[b], index):
+        if (home := homes[b]) is not None and _is_inside(body, home, index):
             continue
-        listed = body.buffers[b].pool not in _UNLISTED
-        if written:
-            outputs += [b] if listed else []
-            starts[b] = min(starts[b], region.start)
-        elif listed:
-            inputs.append(b)
-        ends[b] = max(ends[b], region.end)
+        if body.buffers[b].pool not in _UNLISTED:
+            (outputs if written else inputs).append(b)
+        if written and starts[b] > region.start:
+            starts[b] = region.start
+        if ends[b] < region.end:
+            ends[b] = region.end
     return BarrierRecord(region.name, index, region.start, region.end, inputs, outputs)
 
 

@@ -15,8 +15,8 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
+from mosaic.planner.body import Body
 from mosaic.planner.lifetimes import Lifetimes
-from mosaic.planner.template import Body
 
 __all__ = ["ALIGNMENT", "PeakFormula", "formula_text", "peak_formula"]
 

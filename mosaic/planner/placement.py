@@ -3,8 +3,8 @@
 One order serves every context and chunk count as long as its peak stays at the
 lower bound. A replayed answer is checked like a solver's, and dropped where it does
 not hold. A variant's orders come from reference sizes that depend on the
-template alone, never on earlier requests, so the same input gives the same
-plan whatever was planned before.
+template alone, and from the request's sizes up to powers of two, never on earlier
+requests. So the same input gives the same plan whatever was planned before.
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ def place(point: Point, config: Config, *, solver: str = "auto") -> Placement:
 
 def replayed(point: Point, config: Config) -> Iterator[Placement]:
     """Yield the packings that the orders of a variant give at these sizes, one by one, if they hold."""
-    variant = point.space.variant(config)
-    sizes = point.root_sizes(config)
-    for number in range(len(REFERENCES)):
-        order, guard, found_by = _reference_order(point, variant, number)
+    variant, sizes = point.space.variant(config), point.root_sizes(config)
+    for values in _sizes_of_orders(point, config):
+        order, guard, found_by = _order_at(variant, values)
         offsets, peak = order.replay(sizes)
         if fault := guard.fault(offsets, sizes):
             _log.warning("dropped a replayed order of the solver %s: %s", found_by, fault)
@@ -60,18 +59,25 @@ def replayed(point: Point, config: Config) -> Iterator[Placement]:
         yield Placement(offsets, int(peak), f"{found_by}, replayed")
 
 
-def _reference_order(point: Point, variant: Variant, number: int) -> tuple[Order, Guard, str]:
-    """The order found at one of the reference sizes, solved on first use."""
-    while len(variant.orders) <= number:
-        extent, rows = REFERENCES[len(variant.orders)]
-        template = point.space.template
+def _sizes_of_orders(point: Point, config: Config) -> Iterator[list[int]]:
+    """Values of the body's variables at which orders are found: the references, then the step's own, up to powers of two."""
+    template = point.space.template
+    for extent, rows in REFERENCES:
         dims = {dim.name: extent if dim.value is None else dim.value for dim in template.dims}
         # a knob over a small fixed dim (heads) has fewer rows than it has tokens
-        values = [*dims.values(), *(min(rows, dims[knob.over]) for knob in template.knobs)]
-        problem = problem_of(variant, variant.formula.root_sizes(variant.body.monomials(values)).tolist())
+        yield [*dims.values(), *(min(rows, dims[knob.over]) for knob in template.knobs)]
+    yield [1 << (value - 1).bit_length() for value in point.values(config)]
+
+
+def _order_at(variant: Variant, values: list[int]) -> tuple[Order, Guard, str]:
+    """The order found at some sizes, solved on first use."""
+    monomials = variant.body.monomials(values)
+    key = tuple(variant.formula.class_sizes(monomials).tolist())
+    if key not in variant.orders:
+        problem = problem_of(variant, variant.formula.root_sizes(monomials).tolist())
         solution = _solve(problem, "auto")
-        variant.orders.append((Order.of(problem, solution), Guard(problem), solution.solver))
-    return variant.orders[number]
+        variant.orders[key] = Order.of(problem, solution), Guard(problem), solution.solver
+    return variant.orders[key]
 
 
 def _solved(variant: Variant, sizes: list[int], solver: str) -> Solution:

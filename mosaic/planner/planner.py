@@ -6,10 +6,9 @@ requests cost milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -37,15 +36,13 @@ from mosaic.version import __version__
 if TYPE_CHECKING:
     from mosaic.registrar.program import Program
 
-__all__ = ["Planner", "Progress", "Settings", "SizedStep", "Step", "plan", "plan_point"]
+__all__ = ["Planner", "Settings", "SizedStep", "Step", "plan", "plan_point"]
 
 SizedStep: TypeAlias = StepSize | ProgramStep
 """A step in numbers, of a model or of a program."""
 Step: TypeAlias = Request | SizedStep
 """A step to plan: as people ask for one of a model, or in numbers."""
 
-Progress: TypeAlias = Callable[[int, str], None]
-"""Told (how many bodies have been compiled, the name of the next) before each."""
 Settings: TypeAlias = Mapping[str, int | str | None]
 """A configuration: rows per chunk by knob (None: off), an option by choice."""
 KEPT_CONFIGS: Final = 4
@@ -69,9 +66,6 @@ class Planner:
         Choices that are not free, such as {"stream": "all"}.
     batch_invariant
         Plan steps in which what a request gets does not depend, to the bit, on the others in its step.
-    progress
-        Called before something is compiled, which takes seconds where the cache is empty: how many bodies the planner has
-        compiled so far, and the name of the next.
 
     Examples
     --------
@@ -97,7 +91,6 @@ class Planner:
         host_budget: Size | None = None,
         pinned: Mapping[str, str] | None = None,
         batch_invariant: bool = False,
-        progress: Progress | None = None,
     ) -> None:
         self.program = _program(model)
         self.architecture: Architecture | None = None
@@ -113,7 +106,6 @@ class Planner:
         self._spaces: dict[Phase | str, Space] = {}
         self._longest: dict[tuple[Any, ...], int] = {}
         self._fitting: dict[Phase | str, tuple[Config, ...]] = {}
-        self._progress, self._compiled = progress, count()
 
     def with_pinned(self, pinned: Mapping[str, str]) -> Planner:
         """Return the same planner with more choices pinned; what it has compiled is shared."""
@@ -145,16 +137,12 @@ class Planner:
         if kind not in self._spaces:
             backend = self.device.backend
             if isinstance(kind, Phase):
-                template = template_of(self.model, backend=backend, phase=kind, watcher=self._report)
+                template = template_of(self.model, backend=backend, phase=kind)
             else:
                 assert self.program is not None
                 template = compile_template(partial(self.program.graph, kind, backend=backend))
             self._spaces[kind] = Space(template, self.device, batch_invariant=self.batch_invariant)
         return self._spaces[kind]
-
-    def _report(self, name: str) -> None:
-        if self._progress is not None:
-            self._progress(next(self._compiled), name)
 
     def at(self, step: Step) -> Point:
         """Return the space at a step's dims."""

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from mosaic.planner.body import BufferRecord
 from mosaic.planner.check import Numbers, Records
 from mosaic.planner.lifetimes import BarrierRecord
 from mosaic.planner.peaks import ALIGNMENT
 from mosaic.planner.space import Config, Ids, Point, Tables, Variant
-from mosaic.planner.template import BufferRecord
 
 __all__ = ["numbers_of", "records_of"]
 

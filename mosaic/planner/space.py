@@ -17,13 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from mosaic.devices import Device
+from mosaic.planner.body import Body
 from mosaic.planner.check import Records
 from mosaic.planner.cost import OpTimes
 from mosaic.planner.grid import Config, Grid
 from mosaic.planner.lifetimes import Lifetimes, derive
 from mosaic.planner.offsets import Guard, Order, Solution
 from mosaic.planner.peaks import ALIGNMENT, PeakFormula, peak_formula
-from mosaic.planner.template import Body, Template
+from mosaic.planner.template import Template
 from mosaic.units import round_up
 
 _Tables = tuple[float, list[dict[int | None, float]], list[tuple[str, ...]]]
@@ -72,7 +73,7 @@ class Variant:
     body: Body
     life: Lifetimes
     formula: PeakFormula
-    orders: list[tuple[Order, Guard, str]] = field(default_factory=list)
+    orders: dict[tuple[int, ...], tuple[Order, Guard, str]] = field(default_factory=dict)
     last_solved: tuple[tuple[str, tuple[int, ...]], Solution] | None = None
     records: Records | None = None
     tables: Tables | None = None

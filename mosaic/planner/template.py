@@ -1,274 +1,31 @@
 """A graph compiled to numbers: symbolic sizes become integer coefficient tables.
 
-What is left of a graph is plain data that a JSON file can hold. A `Template` has one `Body` per combination of
+What is left of a graph is plain data. A `Template` has one `Body` per combination of
 choices; a body's ops and buffers refer to rows of its polynomial table.
 """
 
 from __future__ import annotations
 
 import gc
-from bisect import bisect_left
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from typing import Any, NamedTuple, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, TypeAlias
 
 from mosaic.errors import GraphError
+from mosaic.planner.body import Body, BufferRecord, ChoiceRecord, DimRecord, KnobRecord, OpRecord, RegionRecord
 from mosaic.planner.layers import copies, repeat
 from mosaic.planner.polynomials import Polynomials, factor_columns
-from mosaic.registrar.operator import Operator
 from mosaic.registrar.operators import find
 
 __all__ = [
-    "Access",
     "Bodies",
-    "Body",
-    "BufferRecord",
-    "ChoiceRecord",
-    "DimRecord",
-    "KnobRecord",
-    "OpRecord",
-    "RegionRecord",
     "Register",
     "Template",
     "collector_paused",
-    "compile_choices",
     "compile_template",
 ]
-
-_FROM_START = frozenset({"input", "weight", "state", "external"})
-_TO_END = frozenset({"output", "weight", "state", "external"})
-
-
-class DimRecord(NamedTuple):
-    """A symbolic dim: bounded by another one, or fixed."""
-
-    name: str
-    at_most: str | None
-    value: int | None
-
-
-class KnobRecord(NamedTuple):
-    """A chunk knob: rows per chunk of the dim `over`, a multiple of `tile`."""
-
-    name: str
-    over: str
-    tile: int
-
-
-class OpRecord(NamedTuple):
-    """One launch; reads, writes and operands are buffer ids, `flops` to `rate_columns` rows of the polynomial table.
-
-    `ways` names the implementations that the backend has; where it is one, `rate` is its rate, else the operator's.
-    """
-
-    name: str
-    kernel: str
-    stream: str
-    region: int | None
-    reads: list[int]
-    writes: list[int]
-    updates: list[int]
-    operands: dict[str, int]
-    attrs: dict[str, Any]
-    inplace: list[list[int]]
-    slices: list[list[Any]]
-    rate: str
-    flops: int
-    bytes: int
-    rate_rows: int
-    rate_columns: int
-    ways: list[str]
-
-
-class BufferRecord(NamedTuple):
-    """One buffer; `shape` and `bytes` (of one slot) are rows of the polynomial table."""
-
-    name: str
-    kind: str
-    pool: str
-    dtype: str
-    shape: list[int]
-    bytes: int
-    home: int | None
-    tensor: str | None
-    rotate: int
-    alias_of: int | None
-    alias_offset: int
-
-
-class ChoiceRecord(NamedTuple):
-    """A choice: its options, and whether each needs less device memory, and no less time, than the one before."""
-
-    name: str
-    options: tuple[str, ...]
-    escalating: bool
-    unlike: bool
-
-
-class Access(NamedTuple):
-    """One op's touch of a buffer."""
-
-    op: int
-    read: bool
-    write: bool
-
-
-class RegionRecord(NamedTuple):
-    """A chunk region over ops [start, end)."""
-
-    name: str
-    knob: str
-    dim: str
-    parent: int | None
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Body:
-    """One registration of the model, compiled.
-
-    `exponents` [monomials, variables] and `coefficients` [polynomials, monomials] hold every symbolic quantity;
-    variables are the dims, then one `<knob>_rows` per knob. `factors` is `factor_columns` of the exponents. `operators`
-    are those of its ops that Mosaic does not ship.
-    """
-
-    variables: tuple[str, ...]
-    exponents: npt.NDArray[np.int64]
-    coefficients: npt.NDArray[np.int64]
-    denominators: npt.NDArray[np.int64]
-    ops: tuple[OpRecord, ...]
-    buffers: tuple[BufferRecord, ...]
-    regions: tuple[RegionRecord, ...]
-    barriers: tuple[tuple[str, list[int], int | None, int], ...]
-    edges: tuple[tuple[str, int, int], ...]
-    factors: npt.NDArray[np.int64]
-    operators: Mapping[str, Operator] = field(default_factory=dict)
-
-    @cached_property
-    def accesses(self) -> list[list[Access]]:
-        """The touches of every buffer, in program order."""
-        found: list[list[Access]] = [[] for _ in self.buffers]
-        for index, op in enumerate(self.ops):
-            read = set(op.reads)
-            for b in op.reads:
-                found[b].append(Access(index, True, b in op.writes))
-            for b in op.writes:
-                if b not in read:
-                    found[b].append(Access(index, False, True))
-        return found
-
-    @cached_property
-    def intervals(self) -> tuple[list[int], list[int]]:
-        """First access and last + 1 of every buffer, before loops, barriers and streams stretch them."""
-        num_ops = len(self.ops)
-        starts, ends = [], []
-        for buffer, seen in zip(self.buffers, self.accesses, strict=True):
-            constant = buffer.kind == "host" and (seen[0].read if seen else buffer.tensor is not None)
-            carried = seen if buffer.kind == "carry" else []
-            taken, handed = any(a.read for a in carried[:1]), any(a.write for a in carried)
-            starts.append(0 if buffer.kind in _FROM_START or constant or taken or not seen else seen[0].op)
-            ends.append(num_ops if buffer.kind in _TO_END or constant or handed else (seen[-1].op + 1 if seen else 1))
-        return starts, ends
-
-    @cached_property
-    def touched(self) -> list[list[tuple[int, bool]]]:
-        """The buffers that the ops of every region touch, ascending, and whether any of them writes it."""
-        found = []
-        for region in self.regions:
-            writes: dict[int, bool] = {}
-            for op in self.ops[region.start : region.end]:
-                for b in op.reads:
-                    writes.setdefault(b, False)
-                for b in op.writes:
-                    writes[b] = True
-            found.append(sorted(writes.items()))
-        return found
-
-    @cached_property
-    def side_windows(self) -> list[tuple[int | None, int, int, list[int]]]:
-        """Of every side op its region, the ops from its fork to its join, [start, end), and the buffers that it touches."""
-        fork_at = {target: source for kind, source, target in self.edges if kind == "fork"}
-        joins = defaultdict[str, list[tuple[int, int]]](list)
-        for source, target in sorted((source, target) for kind, source, target in self.edges if kind == "wait"):
-            joins[self.ops[source].stream].append((source, target))
-        forks: dict[str, int] = {}
-        found = []
-        for index, op in enumerate(self.ops):
-            if op.stream == "main":
-                continue
-            forks[op.stream] = fork_at.get(index, forks.get(op.stream, -1))
-            following = bisect_left(joins[op.stream], (index,))
-            end = joins[op.stream][following][1] if following < len(joins[op.stream]) else len(self.ops)
-            found.append((op.region, forks[op.stream] + 1, end, [*dict.fromkeys((*op.reads, *op.writes))]))
-        return found
-
-    @cached_property
-    def groups(self) -> list[tuple[int, list[int]]]:
-        """Every root of the workspace, ascending, with the buffers that occupy its storage, itself first."""
-        members = {b: [b] for b, r in enumerate(self.buffers) if r.alias_of is None and r.pool == "workspace"}
-        for b, buffer in enumerate(self.buffers):
-            if buffer.alias_of in members:
-                members[buffer.alias_of].append(b)
-        return list(members.items())
-
-    @cached_property
-    def reused(self) -> list[tuple[int, list[int]]]:
-        """Those of `groups` that may hold no value for a while: of several buffers, or of one that is overwritten whole."""
-        return [
-            (root, members)
-            for root, members in self.groups
-            if len(members) > 1 or sum(not access.read for access in self.accesses[root]) > 1
-        ]
-
-    @cached_property
-    def size_classes(self) -> tuple[list[int], list[tuple[tuple[int, int, int], ...]]]:
-        """The size class of every root of the workspace, and of every class its members: rows of the polynomial table for
-        bytes of one slot and alias offset, and the slots."""
-        sizes = [(b.bytes, b.alias_offset, b.rotate) for b in self.buffers]
-        keys = [tuple(sorted({sizes[member] for member in members})) for _, members in self.groups]
-        class_of = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-        return [class_of[key] for key in keys], list(class_of)
-
-    @cached_property
-    def dtype(self) -> str:
-        """The dtype of most weights, in host memory and outside the plan too; the first of equals, float32 where there are none."""
-        counts = Counter(b.dtype for b in self.buffers if b.kind == "weight" or b.tensor is not None)
-        return max(counts, key=counts.__getitem__, default="float32")
-
-    @cached_property
-    def has_streams(self) -> bool:
-        """Whether some ops run beside the main stream."""
-        return any(op.stream != "main" for op in self.ops)
-
-    @cached_property
-    def knobs(self) -> frozenset[str]:
-        """Knobs that have a region here."""
-        return frozenset(region.knob for region in self.regions)
-
-    @cached_property
-    def looping(self) -> frozenset[str]:
-        """Knobs with a region that holds side ops: iterations overlap by rotating buffers, so it is never off."""
-        return frozenset(
-            self.regions[op.region].knob for op in self.ops if op.stream != "main" and op.region is not None
-        )
-
-    def evaluate(self, values: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return every polynomial at the given variables, exact in 64 bits; fractions are floored."""
-        return (self.coefficients @ self.monomials(values)) // self.denominators
-
-    def monomials(self, values: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return the values of the monomials: a gather of their factors, multiplied."""
-        gathered = np.array([*values, 1], dtype=np.int64)[self.factors]
-        products: npt.NDArray[np.int64] = gathered[0] if len(gathered) == 1 else np.multiply.reduce(gathered, axis=0)
-        return products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,19 +89,11 @@ class Bodies(Mapping[tuple[str, ...], Body]):
         The choices, in order.
     compile_now
         Gives the body of one combination.
-    known
-        Where bodies are kept; those in it are not compiled.
     """
 
-    def __init__(
-        self,
-        choices: Sequence[ChoiceRecord],
-        compile_now: Callable[[tuple[str, ...]], Body],
-        *,
-        known: MutableMapping[tuple[str, ...], Body] | None = None,
-    ) -> None:
+    def __init__(self, choices: Sequence[ChoiceRecord], compile_now: Callable[[tuple[str, ...]], Body]) -> None:
         self._keys = tuple(product(*(choice.options for choice in choices)))
-        self._compile, self._known = compile_now, {} if known is None else known
+        self._compile, self._known = compile_now, dict[tuple[str, ...], Body]()
 
     def __getitem__(self, key: tuple[str, ...]) -> Body:
         if key not in self._known:
@@ -366,16 +115,21 @@ Register: TypeAlias = Callable[[Mapping[str, str] | None], Any]
 
 def compile_template(register: Register) -> Template:
     """Compile a model; its bodies follow when they are asked for."""
-    first = register(None)
+    first: Any = register(None)
     shell = Template(
         name=first.name, backend=first.backend, dims=_dims_of(first), knobs=_knobs_of(first),
         choices=_choices_of(first), bodies={},
     )  # fmt: skip
-    return replace(shell, bodies=Bodies(shell.choices, partial(compile_choices, register, shell)))
+    graphs = {tuple(choice.options[0] for choice in shell.choices): first}  # until its body is asked for
+
+    def body(options: tuple[str, ...]) -> Body:
+        return _compile_choices(register, shell, options, graphs.pop(options, None))
+
+    return replace(shell, bodies=Bodies(shell.choices, body))
 
 
-def compile_choices(register: Register, shell: Template, options: Sequence[str]) -> Body:
-    """Register the model with one option of every choice, validate and compile it.
+def _compile_choices(register: Register, shell: Template, options: Sequence[str], graph: Any | None) -> Body:
+    """Register the model with one option of every choice, unless its graph is there; validate and compile it.
 
     Parameters
     ----------
@@ -390,7 +144,8 @@ def compile_choices(register: Register, shell: Template, options: Sequence[str])
     from mosaic.registrar.validate import validate
 
     with collector_paused():
-        graph = register({choice.name: option for choice, option in zip(shell.choices, options, strict=True)})
+        if graph is None:
+            graph = register({choice.name: option for choice, option in zip(shell.choices, options, strict=True)})
         _require_same(shell, graph, options)
         validate(graph)
         return compile_body(graph)
@@ -464,6 +219,10 @@ def compile_body(graph: Any) -> Body:
         )  # fmt: skip
 
     def op_record(op: Any) -> OpRecord:
+        for b in (
+            op.operands.values()
+        ):  # so that rows are numbered as ops come, and bodies with the same layers number them alike
+            polynomials.rows_of(b.spec)
         ways = op.operator.on(graph.backend)
         rate = ways[0].rate or op.operator.rate if len(ways) == 1 else op.operator.rate
         updates = [op.operands[name].id for name in op.operator.updates if name in op.operands]
@@ -490,7 +249,7 @@ def compile_body(graph: Any) -> Body:
         [(e.kind, e.source, e.target) for e in graph.edges],
     )
     for run in reversed(graph.runs):
-        repeat(tables, run, (OpRecord, BufferRecord, RegionRecord, _row, _row))
+        repeat(tables, run)
     ops, buffers, regions, barriers, edges = map(tuple, tables)
     buffers += tuple(_shared(graph, {b.name for b in buffers}, buffer_record))
     exponents, coefficients, denominators = polynomials.tables()
@@ -499,10 +258,6 @@ def compile_body(graph: Any) -> Body:
         ops=ops, buffers=buffers, regions=regions, barriers=barriers, edges=edges, factors=factor_columns(exponents),
         operators={name: found for name, found in graph.operators.items() if found is not find(name, {})},
     )  # fmt: skip
-
-
-def _row(*fields: Any) -> tuple[Any, ...]:
-    return fields
 
 
 def _shared(graph: Any, names: Set[str], record: Callable[[Any], BufferRecord]) -> Iterator[BufferRecord]:

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from math import isclose
 from typing import Final, NamedTuple, TypeAlias
 
-from mosaic.planner.template import Body
+from mosaic.planner.body import Body
 
 __all__ = ["Row", "Timeline", "overlapping_loops"]
 

@@ -21,7 +21,6 @@ from mosaic.units import Size, parse_tokens
 
 if TYPE_CHECKING:
     from mosaic.devices import Device
-    from mosaic.planner.planner import Progress
     from mosaic.registrar.program import Build, Program
     from mosaic.runtime.compiled_program import CompiledProgram
 
@@ -43,7 +42,6 @@ def compile(
     batch_invariant: bool = False,
     debug: Debug = None,
     seed: int = 0,
-    progress: Progress | None = None,
 ) -> CompiledModel: ...
 
 
@@ -79,7 +77,6 @@ def compile(
     batch_invariant: bool = False,
     debug: Debug = None,
     seed: int = 0,
-    progress: Progress | None = None,
 ) -> CompiledModel | CompiledProgram:
     """Plan a model or a program, load its weights into planned memory, and return it ready to be called.
 
@@ -119,8 +116,6 @@ def compile(
         "poison" fills every buffer with NaN before and after its lifetime, and makes it an error to change a weight.
     seed
         For random weights.
-    progress
-        Told what is compiled, which takes seconds the first time; see `Planner`.
 
     Raises
     ------
@@ -169,7 +164,7 @@ def compile(
         described = described.with_dtype(str(dtype).removeprefix("torch."))
     longest = 1 if max_tokens is None else parse_tokens(max_tokens, what="max_tokens")
     planner = Planner(
-        described, device=usable_device(device), budget=budget, host_budget=host_budget, progress=progress,
+        described, device=usable_device(device), budget=budget, host_budget=host_budget,
         pinned=None if module is None else {"stream": "none"}, batch_invariant=batch_invariant,
     )  # fmt: skip
     engine = Engine(

@@ -254,7 +254,7 @@ class Engine:
         key = step.key, None if config is None else tuple(sorted((name, repr(value)) for name, value in config.items()))
         bound = self._bound.get(key)
         plan = self.plans.plan(step.size, config) if bound is None else bound[0]
-        if plan is not self.current and not self.weights.serves(plan):
+        if bound is None and not self.weights.serves(plan):  # a move drops all that is bound
             self._move(plan)
         records = plan.records if bound is None else bound[1].records
         step.check(records, self.held)

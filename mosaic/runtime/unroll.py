@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from mosaic.errors import PlanFormatError, UnknownName
-from mosaic.kernels import kernel_of
-from mosaic.kernels.binding import check, launcher_of
+from mosaic.kernels.binding import check, kernel_of, launcher_of
 from mosaic.planner.plan_records import PlanOp, PlanRecords
 from mosaic.registrar.operator import Implementation, Operator
 from mosaic.registrar.operators import find

@@ -48,7 +48,7 @@ def unproved_claims(document: Mapping[str, Any]) -> list[Unproved]:
         Unproved("predicted_step_ms and the trace's times", "the cost model"),
         _context(document),
         Unproved("solver and the search's moves and configurations", "the search"),
-        Unproved("budget_bytes, host_budget_bytes", "whoever asked for the plan"),
+        Unproved("budget_bytes, host_budget_bytes", "the request of the plan"),
         Unproved("that no setting and no size is missing", "planning again"),
         *_settings(document),
         *_launches(document),

@@ -27,7 +27,7 @@ SEEN: Final = {"kv": "2*keys*kv_heads*head_size"}
 """Every key that is seen counts once, and only this layer's part of its row."""
 
 
-def rules(*, G: Dim, L: Dim, layer: int, scale: float, block: int, sees: Spec | None, **_: object) -> None:
+def rules(*, G: Dim, L: Dim, layer: int, scale: float, block: int, sees: Spec | None = None, **_: object) -> None:
     require(isinstance(G, int), "q must have all heads, whichever loops slice it")
     require_layer("kv", L, layer)
     require(scale > 0, f"scale must be positive, not {scale}")

@@ -8,10 +8,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mosaic.bench.baselines import Experts, Transformer, grouped_products
-from mosaic.bench.inputs import Inputs, make_inputs
-from mosaic.bench.meters import driver_bytes, synchronise
-from mosaic.bench.settings import Settings
+from benchmarks.bench.baselines import Experts, Transformer, grouped_products
+from benchmarks.bench.inputs import Inputs, make_inputs
+from benchmarks.bench.meters import driver_bytes, synchronise
+from benchmarks.bench.settings import Settings
 from mosaic.devices import load_device
 from mosaic.models import Model, load
 from mosaic.runtime.checkpoint import Checkpoint

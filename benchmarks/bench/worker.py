@@ -1,4 +1,4 @@
-"""One engine in a process of its own: `python -m mosaic.bench.worker ENGINE`, settings as JSON on stdin.
+"""One engine in a process of its own: `python -m benchmarks.bench.worker ENGINE`, settings as JSON on stdin.
 
 Every record is a line of JSON on stdout, written as soon as it is measured; whatever else prints goes to stderr.
 """
@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mosaic.bench.inputs import Inputs, make_inputs, masked_rows
-from mosaic.bench.meters import card, synchronise, timed
-from mosaic.bench.settings import Settings
+from benchmarks.bench.inputs import Inputs, make_inputs, masked_rows
+from benchmarks.bench.meters import card, synchronise, timed
+from benchmarks.bench.settings import Settings
 from mosaic.errors import DoesNotFit
 from mosaic.models.architecture import Architecture
 
@@ -64,10 +64,10 @@ class Engine(Protocol):
 def open_engine(name: str, settings: Settings) -> Engine:
     """Make an engine; each imports only what it needs."""
     if name == "mosaic":
-        from mosaic.bench.mosaic_engine import MosaicEngine
+        from benchmarks.bench.mosaic_engine import MosaicEngine
 
         return MosaicEngine(settings)
-    from mosaic.bench.torch_engine import TorchEngine
+    from benchmarks.bench.torch_engine import TorchEngine
 
     return TorchEngine(settings, options={"dynamic": False} if name == "compile" else None)
 

@@ -1,38 +1,45 @@
-"""`mosaic bench`: eager PyTorch, `torch.compile` and Mosaic side by side, each in a process of its own."""
+"""Eager PyTorch, `torch.compile` and Mosaic side by side, each in a process of its own.
+
+python -m benchmarks.bench --model llada-8b --ctx 1k,4k,16k --device h200
+"""
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from mosaic.cli.completion import device_names, model_names
+from benchmarks import bench
+from benchmarks.bench import Settings
+from benchmarks.record import command_line
+from mosaic.cli import main as run
+from mosaic.cli.exports import check_targets, report
 from mosaic.cli.output import new_table, note
-from mosaic.cli.request import require_torch
+from mosaic.devices import load_device
 from mosaic.errors import UsageError
+from mosaic.models import load
+from mosaic.units import parse_lengths
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["bench"]
+__all__ = ["main"]
 
 
-def bench(
-    model: Annotated[
-        str | None, typer.Option(help="Preset (random weights) or checkpoint directory.", autocompletion=model_names)
-    ] = None,
+app = typer.Typer(pretty_exceptions_enable=False)
+
+
+@app.command()
+def measure(
+    model: Annotated[str | None, typer.Option(help="Preset (random weights) or checkpoint directory.")] = None,
     ctx: Annotated[str, typer.Option("--ctx", "--tokens", help="Contexts in tokens: 1k,4k,32k.")] = "1k,4k,16k",
     mask_ratio: Annotated[str, typer.Option(help="Shares of masked tokens: 0.1,0.5,0.9.")] = "0.5",
     engines: Annotated[str, typer.Option(help="Of mosaic, eager, compile; in this order, one after the other.")] = (
         "mosaic,eager,compile"
     ),
-    device: Annotated[
-        str | None, typer.Option(help="Device profile of this machine's card, or cpu.", autocompletion=device_names)
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="Device profile of this machine's card, or cpu.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Override the checkpoint's dtype.")] = None,
     budget: Annotated[str | None, typer.Option(help="Bytes that Mosaic may take, such as 24GiB.")] = None,
     host_budget: Annotated[str | None, typer.Option(help="Pinned host memory that Mosaic may take.")] = None,
@@ -43,10 +50,6 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print the results' JSON and nothing else.")] = False,
 ) -> None:
     """Measure steps side by side: latency, and memory by four counters. Exit code 1 when an engine failed."""
-    from mosaic.bench import Settings, run
-    from mosaic.cli.exports import check_targets, report
-    from mosaic.units import parse_lengths
-
     if model is None:
         raise UsageError("give a model: --model llada-8b (see `mosaic models`).")
     if device is None:
@@ -54,7 +57,6 @@ def bench(
             "give the profile of this machine's card, --device h200 (see `mosaic devices`), or --device cpu."
         )
     check_targets([out])
-    require_torch("`mosaic bench`")
     settings = Settings(
         model=model,
         device=device,
@@ -68,8 +70,9 @@ def bench(
         seed=seed,
     )
     _check(settings.model, settings.device)
-    command = shlex.join(["mosaic", *sys.argv[1:]])
-    result = run(settings, command=command, progress=_progress, deadline_s=None if minutes is None else 60 * minutes)
+    result = bench.run(
+        settings, command=command_line(), progress=_progress, deadline_s=None if minutes is None else 60 * minutes
+    )
     report(result, tables, out, as_json)
     if not result["complete"]:
         raise typer.Exit(1)
@@ -84,9 +87,6 @@ def _ratio(text: str) -> float:
 
 def _check(model: str, device: str) -> None:
     """Refuse unknown names here, in one line, instead of in every worker."""
-    from mosaic.devices import load_device
-    from mosaic.models import load
-
     load_device(device)
     load(model)
 
@@ -135,3 +135,12 @@ def _mib(num_bytes: int | None) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
+
+
+def main() -> None:
+    """Run the command."""
+    run(app)
+
+
+if __name__ == "__main__":
+    main()

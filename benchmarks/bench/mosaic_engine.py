@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mosaic.bench.inputs import Inputs
-from mosaic.bench.meters import driver_bytes
-from mosaic.bench.settings import Settings
+from benchmarks.bench.inputs import Inputs
+from benchmarks.bench.meters import driver_bytes
+from benchmarks.bench.settings import Settings
 from mosaic.devices import load_device
 from mosaic.planner.plan import Plan
 from mosaic.runtime.compile import compile as compile_model

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from mosaic.planner.body import Body
 
 from mosaic.errors import GraphError
 from mosaic.models import PRESETS, load
@@ -18,6 +17,7 @@ from mosaic.models.policies.focus import Focus
 from mosaic.models.policies.focus_options import Eviction
 from mosaic.models.policies.mage import Selected
 from mosaic.models.policies.mage_options import SparseAttention
+from mosaic.planner.body import Body
 from mosaic.planner.layers import copies
 from mosaic.planner.template import compile_body
 from mosaic.registrar.validate import validate
@@ -113,7 +113,7 @@ def test_a_brief_graph_has_the_body_of_the_whole_one(name: str, phase: Phase) ->
 
 def test_numbers_are_counted_on_wherever_they_stand() -> None:
     first, second = ["layers.1/a.04%", 3, {"x": [7, 2]}, 0.125], ["layers.2/a.04%", 8, {"x": [8, 2]}, 0.125]
-    assert list(copies(first, second, 2)) == [
+    assert copies(first, second, 2) == [
         ["layers.3/a.04%", 13, {"x": [9, 2]}, 0.125],
         ["layers.4/a.04%", 18, {"x": [10, 2]}, 0.125],
     ]
@@ -122,4 +122,4 @@ def test_numbers_are_counted_on_wherever_they_stand() -> None:
 @pytest.mark.parametrize("other", [["layers.2/b"], ["layers.2/a", 1], [2], ["layers.2/a.3"]])
 def test_layers_that_differ_in_more_are_refused(other: list[Any]) -> None:
     with pytest.raises(GraphError, match="differ in more than numbers"):
-        list(copies(["layers.1/a"], other, 1))
+        copies(["layers.1/a"], other, 1)

@@ -31,8 +31,8 @@ class Settings:
     dtype
         Of weights and activations; the checkpoint's if not given.
     budget, host_budget
-        What Mosaic may take of the device, and of the host in pinned memory: bytes, or like "24GiB"; what the device's
-        profile says if not given. The PyTorch engines take what they take.
+        What Mosaic may take of the device, and of the host in pinned memory: bytes, or like "24GiB"; by default what the
+        device's profile says. The PyTorch engines have no budget.
     repeats
         Counted steps per point; the median is reported.
     seed

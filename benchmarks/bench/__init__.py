@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from mosaic.bench.settings import ENGINES, Settings
-from mosaic.bench.suite import run
+from benchmarks.bench.settings import ENGINES, Settings
+from benchmarks.bench.suite import run
 
 __all__ = ["ENGINES", "Settings", "run"]

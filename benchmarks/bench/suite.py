@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TextIO
 
-from mosaic.bench.environment import environment
-from mosaic.bench.settings import Settings
+from benchmarks.bench.environment import environment
+from benchmarks.bench.settings import Settings
 
 __all__ = ["Progress", "Turn", "run", "run_engine", "run_turns"]
 
@@ -52,7 +52,7 @@ def run_turns(
     command: str,
     progress: Progress | None = None,
     deadline_s: float | None = None,
-    worker: str = "mosaic.bench.worker",
+    worker: str = "benchmarks.bench.worker",
 ) -> dict[str, Any]:
     """Measure as `run` does, in other turns.
 
@@ -97,7 +97,7 @@ def run_engine(
     keep: Progress,
     *,
     timeout_s: float | None = None,
-    worker: str = "mosaic.bench.worker",
+    worker: str = "benchmarks.bench.worker",
 ) -> str | None:
     """Run one engine's process to its end or for `timeout_s`; return why it failed, if it did."""
     if timeout_s is not None and timeout_s <= 0:
