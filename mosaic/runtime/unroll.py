@@ -42,7 +42,6 @@ class _Bound(NamedTuple):
     slices: Mapping[str, tuple[SliceOf, ...]]
     operator: Operator
     way: Implementation
-    checked: bool = False
 
 
 def unroll(
@@ -88,6 +87,9 @@ class _Unroller:
         self._implementations = records.implementations
         self._regions, self._views, self._streams, self._poison = regions, views, streams, poison
         self._bodies = bodies_of(records, regions, streams.event) if streams is not None else {}
+        self._buffers = records.buffers
+        self._checked: set[int] = set()
+        self._alike: set[Hashable] = set()
         self._bound: dict[int, _Bound] = {}
         self._tables: dict[Hashable, Sequence[Arguments]] = {}
         self._starts: dict[Hashable, Column] = {}
@@ -254,19 +256,24 @@ class _Unroller:
                 columns["row_start"] = self._row_starts(loop, start, sum(factors))
             else:
                 arguments["row_start"] = start
-        if not bound.checked:
-            self._check(bound, arguments, columns)
-            self._bound[op.index] = bound._replace(checked=True)
+        self._check(op, bound, arguments, columns)
         place = op.index, op.name, op.stream
         if bound.bind is not None and self._streams is None and not columns:
             self._add(*place, bound.launch, arguments, bound.bind(**arguments), None)
         else:
             self._add_launch(*place, bound.launch, arguments, columns)
 
-    @staticmethod
-    def _check(bound: _Bound, arguments: Arguments, columns: _Columns) -> None:
-        """Compare what an op is given with its record, in the first iteration: the others have slices of the same."""
-        check(bound.operator, bound.way, {**arguments, **{name: column.values[0] for name, column in columns.items()}})
+    def _check(self, op: PlanOp, bound: _Bound, arguments: Arguments, columns: _Columns) -> None:
+        """Compare what an op is given with its record: once for all layers and iterations, which have the like of it."""
+        if op.index in self._checked:
+            return
+        self._checked.add(op.index)
+        sizes = ((name, tuple(self._buffers[b].shape), self._buffers[b].dtype) for name, b in op.operands.items())
+        alike = op.kernel, *sizes
+        if alike not in self._alike:
+            self._alike.add(alike)
+            first = {name: column.values[0] for name, column in columns.items()}
+            check(bound.operator, bound.way, {**arguments, **first})
 
     def _bind(self, op: PlanOp) -> _Bound:
         found = self._bound.get(op.index)
