@@ -75,7 +75,7 @@ class Bench:
         meaning = contract(operator)
         made = {
             name: self.torch.empty(spec.shape, dtype=getattr(self.torch, spec.dtype), device=self.where)
-            for name, spec in zip(meaning.writes, meaning.infer(**specs), strict=True)
+            for name, spec in zip(meaning.writes, meaning.work(**specs).outputs, strict=True)
         }
         size = meaning.scratch_bytes(self.device.backend, specs, {})
         scratch = self.torch.empty(int(size), dtype=self.torch.uint8, device=self.where) if size else None

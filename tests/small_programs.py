@@ -232,9 +232,9 @@ def live(g: Graph, buffers: Sequence[tuple[Buffer, int, int]]) -> None:
     for op in range(last + 1):
         reads = [b for b, start, end in buffers if start < op == end - 1]
         writes = [*(b for b, start, _ in buffers if start == op), *([out] if op == last else [])]
-        read = " ".join(f"r{i}:a[*R{i}]" for i in range(len(reads)))
+        read = " ".join(f"r{i}:{b.dtype}[*R{i}]" for i, b in enumerate(reads))
         wrote = " ".join(
-            f"w{i}:f32[{', '.join(f'w{i}_{axis}' for axis in range(len(b.shape)))}]" for i, b in enumerate(writes)
+            f"w{i}:{b.dtype}[{', '.join(f'w{i}_{axis}' for axis in range(len(b.shape)))}]" for i, b in enumerate(writes)
         )
         sizes = {f"w{i}_{axis}": size for i, b in enumerate(writes) for axis, size in enumerate(b.shape)}
         rule = Operator(name=f"op{op}", operands=f"x:a[*X] {read} -> {wrote}", attrs=" ".join(sizes))

@@ -458,7 +458,6 @@ def test_without_a_terminal_stdout_is_the_text(fake: FakeModel, run: Any, checkp
         "threads": 1,
         "batch_invariant": False,
         "seed": 7,
-        "progress": None,
     }
     assert generated["prompt"] == list(b"hi") and generated["runner"] is fake
     assert generated["config"].gen_length == 32

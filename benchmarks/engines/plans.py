@@ -55,7 +55,10 @@ def op_seconds(records: PlanRecords, device: Device) -> list[float]:
         if op.stream == "main" and grid is not None:
             shapes, named = launch_shapes(records, op), {name.rstrip("?") for name in rule.reads}
             reads = {name: Spec(shapes[name], _dtype(records, op, name)) for name in op.operands if name in named}
-            launch = rule.work(**reads, **op.attrs)
+            unsaid = {
+                name: 1 for name in rule.attrs.split() if "=" not in name
+            }  # plans leave out what costs alone need
+            launch = rule.work(**reads, **{**unsaid, **op.attrs})
             work = op.flops / float(
                 grid(np.array([float(launch.rate_rows)]), np.array([float(launch.rate_columns)]))[0]
             )

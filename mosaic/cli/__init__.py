@@ -59,9 +59,12 @@ for command in (
 
 @cache
 def _command(commands: typer.Typer, name: str) -> Any:
-    """The commands as Click has them, or the one that is named alone: Typer takes some milliseconds for each."""
+    """The commands as Click has them, or the one that is named alone: Typer takes some milliseconds for each.
+
+    Without a callback of all commands, Typer takes a single one for the program itself, so they stay together.
+    """
     asked = [command for command in commands.registered_commands if getattr(command.callback, "__name__", "") == name]
-    if asked:
+    if asked and commands.registered_callback is not None:
         commands = copy(commands)
         commands.registered_commands, commands.registered_groups = asked, []
     return typer.main.get_command(commands)

@@ -135,6 +135,18 @@ class Polynomial:
     def __hash__(self) -> int:
         return self._hash
 
+    def __float__(self) -> float:
+        """Return a number's value.
+
+        Raises
+        ------
+        TypeError
+            If it depends on a dim.
+        """
+        if self.names:
+            raise TypeError(f"{self} depends on {', '.join(sorted(self.names))}")
+        return float(sum(c for _, c in self.terms))
+
     def __repr__(self) -> str:
         """The sum, higher degrees first."""
         ordered = sorted(self.terms, key=lambda term: (-sum(power for _, power in term[0]), term[0]))
