@@ -2,7 +2,7 @@
 
     python -m benchmarks.paired --against ../mosaic-before --device h100
 
-writes `paired-<device>.json`. Each turn is a process of its own, the other checkout's first, then this one's, twice over;
+writes `paired-<device>.json`. Each turn is a process of its own, the other checkout's first, then this one's, as often as asked;
 a figure is the median of what both turns measured. Random weights, the same in both.
 """
 
@@ -23,7 +23,6 @@ from benchmarks.record import ROOT, environment, table, write
 
 __all__ = ["HEADER", "main", "rows_of"]
 
-ROUNDS: Final = 2
 MODELS: Final = ("llada-8b", "sdar-8b")
 HEADER: Final = ("", "before, ms", "now, ms", "now / before")
 _WORKER: Final = Path(__file__).parent / "paired_worker.py"
@@ -53,11 +52,12 @@ def main(arguments: Sequence[str]) -> None:
     """Measure both checkouts and record the figures."""
     parser = options(__doc__, models="*")
     parser.add_argument("--against", required=True, type=Path, help="the other checkout")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each checkout")
     asked = parser.parse_args(arguments)
-    described = environment(f"medians of {ROUNDS} turns of each checkout, in alternation")
+    described = environment(f"medians of {asked.rounds} turns of each checkout, in alternation")
     found: dict[str, dict[str, list[float]]] = {"before": {}, "now": {}}
     card = None
-    for _ in range(ROUNDS):
+    for _ in range(asked.rounds):
         for which, checkout in (("before", asked.against.resolve()), ("now", ROOT)):
             turn = _turn(checkout, asked.device, asked.models or MODELS)
             card, files = turn.pop("card"), turn.pop("files")
