@@ -102,8 +102,7 @@ def _decodability(preset: str) -> str:
 
 
 FIGURES: Final[Mapping[str, Callable[[], str]]] = {
-    "plan-warm": partial(_planning, "CPU time of the same, warm cache"),
-    "plan-cold": partial(_planning, "CPU time of the same, empty cache"),
+    "plan-cpu": partial(_planning, "CPU time of the same"),
     "eager-limit": partial(_limit, "eager"),
     "compile-limit": partial(_limit, "compile"),
     "device-32k": partial(_device, 32_768, 4),
