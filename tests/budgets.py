@@ -19,7 +19,8 @@ CEILING_S = 570
 USUAL_S = 1.0
 BUDGETS_S: Mapping[str, float] = {
     "test_admission": 3, "test_advice": 5, "test_ahead": 7, "test_bench": 6, "test_benchmarks": 12, "test_check": 3,
-    "test_check_leaves": 4, "test_check_reasons": 3, "test_check_safety": 4, "test_checkpoints": 3, "test_cli": 13, "test_compiling": 2,
+    "test_check_leaves": 4,
+    "test_check_reasons": 3, "test_check_safety": 4, "test_checkpoints": 3, "test_cli": 13, "test_compiling": 2,
     "test_config_keys": 3, "test_cost": 2, "test_cuda_pool": 4, "test_cut": 14, "test_decoding": 31,
     "test_decoding_small": 4, "test_diffusion_gemma": 4, "test_evict_tokens": 3, "test_eviction": 12, "test_examples": 2,
     "test_experts_triton": 4, "test_few_rows": 6, "test_focus": 4, "test_fuzz": 11, "test_generate_cli": 4,
