@@ -228,6 +228,13 @@ def test_token_ids_of_any_kind_are_the_same_prompt(models: dict[str, CompiledMod
     assert torch.equal(generated.token_ids, expected.token_ids) and torch.equal(generated.prompt_ids, PROMPT)
 
 
+def test_the_mask_may_be_the_first_token_of_a_vocabulary() -> None:
+    config = {**CONFIGS["sdar"], "mask_token_id": 0}
+    with mosaic.compile(config, device="cpu", host_budget=0, budget="64MiB") as model:
+        (answer,) = model.generate(IDS, gen_length=8, stop_at_eos=False)
+        assert len(answer.token_ids) == 8 and answer.prompt_ids.tolist() == IDS
+
+
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("text", {}, "has no checkpoint directory, thus no tokenizer"),
     (b"ids", {}, "expected text, token ids .* got bytes"),
