@@ -86,4 +86,4 @@ def _row(*fields: Any) -> tuple[Any, ...]:
     return fields
 
 
-_MAKERS = (OpRecord, BufferRecord, RegionRecord, _row, _row)
+_MAKERS: tuple[Callable[..., Any], ...] = (OpRecord, BufferRecord, RegionRecord, _row, _row)
