@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["row_keys"]
+from mosaic.kernels.shared.requests import mixed
+
+__all__ = ["key_of", "row_keys"]
 
 _WORD: Final = 2**64 - 1
-_GOLDEN: Final = 0x9E3779B97F4A7C15
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def row_keys(seed: int, request: int, step: int, positions: Tensor) -> Tensor:
@@ -31,15 +31,13 @@ def row_keys(seed: int, request: int, step: int, positions: Tensor) -> Tensor:
     >>> row_keys(0, 0, 0, torch.tensor([4, 5])).tolist() == row_keys(0, 0, 0, torch.tensor([5, 4])).flip(0).tolist()
     True
     """
-    state = 0
-    for word in (seed, request, step):
-        state = int(_mixed(np.array([state ^ (word & _WORD)], dtype=np.uint64))[0])
-    keys = _mixed(positions.numpy().astype(np.uint64) ^ np.uint64(state))
-    return torch.from_numpy(keys.view(np.int64))
+    state = np.uint64(key_of(seed, request, step) & _WORD)
+    return torch.from_numpy(mixed(positions.numpy().astype(np.uint64) ^ state).view(np.int64))
 
 
-def _mixed(words: np.ndarray[tuple[int, ...], np.dtype[np.uint64]]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]:
-    mixed = words + np.uint64(_GOLDEN)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_FIRST)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SECOND)
-    return mixed ^ (mixed >> np.uint64(31))
+def key_of(*words: int) -> int:
+    """Return the key of words alone, such as a seed and a request: f(f(seed) ^ request), as a signed number."""
+    state = np.zeros(1, dtype=np.uint64)
+    for word in words:
+        state = mixed(state ^ np.uint64(word & _WORD))
+    return int(state.view(np.int64)[0])

@@ -1,0 +1,143 @@
+"""pack_requests on CUDA: which requests of a table a step serves, and the bounds of their windows, in one program.
+
+Nothing is sorted: what comes before a request is added up by comparing turns, some requests at a time. Legend: S requests of the
+table, B windows.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import Tensor
+
+from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
+from mosaic.kernels.cuda.shared.requests import SERVED, C, wants
+from mosaic.registrar.operators.pack_requests import KEPT_SHARE, PATIENCE
+
+__all__ = ["launch"]
+
+MOST: Final = 1024
+"""Requests that one program compares; more are refused where a session opens its table."""
+COMPARED: Final = 16
+
+
+@triton.jit(do_not_specialize=["sequences", "tokens", "rows", "extents"])
+def pack_requests_kernel(
+    table,
+    own,
+    row,
+    begin,
+    seen,
+    cu_seqlens,
+    cu_rows,
+    cu_extents,
+    sequences,
+    tokens,
+    rows,
+    extents,
+    PATIENCE: tl.constexpr,
+    KEPT_SHARE: tl.constexpr,
+    LANES: tl.constexpr,
+    COMPARED: tl.constexpr,
+    WINDOWS: tl.constexpr,
+):
+    first, count = tl.load(own), tl.load(own + 1)
+    lane = tl.arange(0, LANES)
+    known = lane < count
+    line = table + (first + lane) * C
+    decides, fills, start, end, keys, own_rows, own_extents, block, served = wants(line, known)
+    key = served * LANES + lane
+    turn = tl.max(served, 0) + 1
+    # the prompt that came first, and what is kept for prompts
+    oldest = tl.min(tl.where(fills, key, 0x7FFFFFFFFFFFFFFF), 0)
+    waited = turn - oldest // LANES
+    least = tl.max(tl.where(fills & (key == oldest), block, 0), 0)
+    kept = tl.where((waited >= PATIENCE) & (least > 0), tl.maximum(tokens // KEPT_SHARE, least), 0)
+    zero = lane.to(tl.int64) * 0
+    before, tokens_before, rows_before, extents_before, prompts, prompt_tokens, prompt_extents = (
+        zero, zero, zero, zero, zero, zero, zero
+    )  # fmt: skip
+    for other in range(0, count, COMPARED):
+        number = other + tl.arange(0, COMPARED)
+        there = number < count
+        others, filling, its_start, its_end, _, its_rows, its_extents, _, its_turn = wants(
+            table + (first + number) * C, there
+        )
+        earlier = (its_turn * LANES + number)[None, :] < key[:, None]
+        length = its_end - its_start
+        mine = earlier & (others & there)[None, :]
+        before += tl.sum(mine.to(tl.int64), 1)
+        tokens_before += tl.sum(tl.where(mine, length[None, :], 0), 1)
+        rows_before += tl.sum(tl.where(mine, its_rows[None, :], 0), 1)
+        extents_before += tl.sum(tl.where(mine, its_extents[None, :], 0), 1)
+        mine = earlier & (filling & there)[None, :]
+        prompts += tl.sum(mine.to(tl.int64), 1)
+        prompt_tokens += tl.sum(tl.where(mine, length[None, :], 0), 1)
+        prompt_extents += tl.sum(tl.where(mine, its_extents[None, :], 0), 1)
+    length = end - start
+    taken = decides & (before < sequences) & (tokens_before + length <= tokens - kept)
+    taken = taken & (rows_before + own_rows <= rows) & (extents_before + own_extents <= extents)
+    decided = tl.sum(taken.to(tl.int64), 0)
+    decided_tokens = tl.sum(tl.where(taken, length, 0), 0)
+    all_rows = tl.sum(tl.where(taken, own_rows, 0), 0)
+    decided_extents = tl.sum(tl.where(taken, own_extents, 0), 0)
+    room = tl.maximum(tl.minimum(tokens - decided_tokens - prompt_tokens, length), 0)
+    given = tl.where(fills, room // block * block, 0)
+    reads = fills & (given > 0) & (decided + prompts < sequences)
+    reads = reads & (decided_extents + prompt_extents + own_extents <= extents)
+
+    served_now = taken | reads
+    place = tl.where(taken, before, decided + prompts)
+    last = tl.where(taken, tokens_before + length, decided_tokens + prompt_tokens + given)
+    last_row = tl.where(taken, rows_before + own_rows, all_rows)
+    last_extent = tl.where(taken, extents_before, decided_extents + prompt_extents) + own_extents
+    tl.store(row + place, first + lane, mask=served_now)
+    tl.store(begin + place, start.to(tl.int32), mask=served_now)
+    tl.store(seen + place, tl.where(reads, start + given, keys).to(tl.int32), mask=served_now)
+    tl.store(cu_seqlens + place + 1, last.to(tl.int32), mask=served_now)
+    tl.store(cu_rows + place + 1, last_row.to(tl.int32), mask=served_now)
+    tl.store(cu_extents + place + 1, last_extent.to(tl.int32), mask=served_now)
+    windows = tl.sum(served_now.to(tl.int64), 0)
+    all_tokens = decided_tokens + tl.sum(tl.where(reads, given, 0), 0)
+    all_extents = decided_extents + tl.sum(tl.where(reads, own_extents, 0), 0)
+    for at in range(0, sequences + 1, WINDOWS):
+        bound = at + tl.arange(0, WINDOWS)
+        free = (bound >= windows) & (bound < sequences)
+        tl.store(row + bound, zero_of(bound) - 1, mask=free)
+        tl.store(begin + bound, bound * 0, mask=free)
+        tl.store(seen + bound, bound * 0, mask=free)
+        free = ((bound > windows) & (bound <= sequences)) | (bound == 0)
+        tl.store(cu_seqlens + bound, tl.where(bound == 0, 0, all_tokens).to(tl.int32), mask=free)
+        tl.store(cu_rows + bound, tl.where(bound == 0, 0, all_rows).to(tl.int32), mask=free)
+        tl.store(cu_extents + bound, tl.where(bound == 0, 0, all_extents).to(tl.int32), mask=free)
+    tl.debug_barrier()  # every thread has read the turns
+    tl.store(line + SERVED, turn + zero, mask=taken & (own_rows > 0))
+
+
+@triton.jit
+def zero_of(bound):
+    return bound.to(tl.int64) * 0
+
+
+def launch(
+    *,
+    table: Tensor,
+    own: Tensor,
+    row: Tensor,
+    begin: Tensor,
+    seen: Tensor,
+    cu_seqlens: Tensor,
+    cu_rows: Tensor,
+    cu_extents: Tensor,
+    sequences: int,
+    tokens: int,
+    rows: int,
+    extents: int,
+    scratch: Tensor | None = None,
+) -> None:
+    """Update SERVED in the table, and write all outputs."""
+    pack_requests_kernel[(1,)](
+        table, own, row, begin, seen, cu_seqlens, cu_rows, cu_extents, sequences, tokens, rows, extents,
+        PATIENCE=PATIENCE, KEPT_SHARE=KEPT_SHARE, LANES=power_of_two(table.shape[0], MOST, 16), COMPARED=COMPARED,
+        WINDOWS=64, num_warps=8,
+    )  # fmt: skip

@@ -1,0 +1,116 @@
+"""place_requests on CUDA: where the tokens, rows to decide and keys of the requests that a step serves lie.
+
+One program a window, and one more for what lies beyond the last. Legend: T tokens, M rows, E extents, B windows.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import Tensor
+
+from mosaic.kernels.cuda.shared.launching import tl, triton
+from mosaic.kernels.cuda.shared.requests import BLOCK, START, C, float_of, quota_of
+from mosaic.registrar.operators.read_canvas import OPEN
+from mosaic.registrar.request_table import Column
+
+__all__ = ["launch"]
+
+AT_ONCE: Final = 128  # untuned default
+CANVAS, EXTENT, THRESHOLD = (tl.constexpr(int(one)) for one in (Column.CANVAS, Column.EXTENT, Column.THRESHOLD))
+NOTHING = tl.constexpr(OPEN)
+
+
+@triton.jit(do_not_specialize=["sequences", "tokens", "most", "count"])
+def place_requests_kernel(
+    table,
+    canvas,
+    held_extents,
+    row,
+    begin,
+    cu_seqlens,
+    cu_rows,
+    cu_extents,
+    positions,
+    token_rows,
+    rows,
+    decided_rows,
+    extents,
+    quota,
+    threshold,
+    sequences,
+    tokens,
+    most,
+    count,
+    AT_ONCE: tl.constexpr,
+):
+    window = tl.program_id(0)
+    lane = tl.arange(0, AT_ONCE)
+    nothing = lane.to(tl.int64) * 0
+    if window == sequences:  # what belongs to nobody
+        for at in range(tl.load(cu_seqlens + sequences), tokens, AT_ONCE):
+            tl.store(positions + at + lane, lane * 0, mask=at + lane < tokens)
+            tl.store(token_rows + at + lane, nothing - 1, mask=at + lane < tokens)
+        for at in range(tl.load(cu_rows + sequences), most, AT_ONCE):
+            tl.store(rows + at + lane, nothing, mask=at + lane < most)
+            tl.store(decided_rows + at + lane, nothing - 1, mask=at + lane < most)
+        for at in range(4 * tl.load(cu_extents + sequences), 4 * count, AT_ONCE):
+            tl.store(extents + at + lane, nothing, mask=at + lane < 4 * count)
+        return
+    request = tl.load(row + window)
+    known = request >= 0
+    line = table + request * C
+    start, end = tl.load(cu_seqlens + window), tl.load(cu_seqlens + window + 1)
+    first, own_canvas = tl.load(begin + window), tl.load(line + CANVAS, mask=known, other=0)
+    for at in range(start, end, AT_ONCE):
+        position = first + at - start + lane
+        tl.store(positions + at + lane, position, mask=at + lane < end)
+        tl.store(token_rows + at + lane, own_canvas + position, mask=at + lane < end)
+    row_at, last_row = tl.load(cu_rows + window), tl.load(cu_rows + window + 1)
+    block_start, block = tl.load(line + START, mask=known, other=0), tl.load(line + BLOCK, mask=known, other=0)
+    for at in range(0, tl.where(last_row > row_at, block, 0), AT_ONCE):
+        position = block_start + at + lane
+        token = tl.load(canvas + own_canvas + position, mask=at + lane < block, other=NOTHING + 1)
+        open_ = (token == NOTHING).to(tl.int32)
+        place = row_at + tl.cumsum(open_, 0) - open_
+        mine = (open_ > 0) & (place < last_row)
+        tl.store(decided_rows + place, own_canvas + position, mask=mine)
+        tl.store(rows + place, position - first + start, mask=mine)
+        row_at += tl.sum(open_, 0)
+    extent_at, last_extent = tl.load(cu_extents + window), tl.load(cu_extents + window + 1)
+    held = held_extents + 4 * (tl.load(line + EXTENT, mask=known, other=0) - extent_at)
+    for at in range(4 * extent_at, 4 * last_extent, AT_ONCE):
+        mine = at + lane < 4 * last_extent
+        tl.store(extents + at + lane, tl.load(held + at + lane, mask=mine, other=0), mask=mine)
+    tl.store(quota + window, quota_of(line, known).to(tl.int32))
+    tl.store(threshold + window, float_of(line, THRESHOLD, known))
+
+
+def launch(
+    *,
+    table: Tensor,
+    canvas: Tensor,
+    held_extents: Tensor,
+    row: Tensor,
+    begin: Tensor,
+    cu_seqlens: Tensor,
+    cu_rows: Tensor,
+    cu_extents: Tensor,
+    positions: Tensor,
+    token_rows: Tensor,
+    rows: Tensor,
+    decided_rows: Tensor,
+    extents: Tensor,
+    quota: Tensor,
+    threshold: Tensor,
+    tokens: int,
+    most: int,
+    count: int,
+    scratch: Tensor | None = None,
+) -> None:
+    """Write all outputs."""
+    sequences = row.shape[0]
+    place_requests_kernel[(sequences + 1,)](
+        table, canvas, held_extents, row, begin, cu_seqlens, cu_rows, cu_extents, positions, token_rows, rows,
+        decided_rows, extents, quota, threshold, sequences, tokens, most, count, AT_ONCE=AT_ONCE,
+    )  # fmt: skip

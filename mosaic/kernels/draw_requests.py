@@ -1,0 +1,83 @@
+"""draw_requests: random keys and sampling settings of the rows to decide of a table's requests.
+
+Outputs overlap no operand. Legend: M rows, B windows.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.requests import floats, mixed
+from mosaic.registrar.request_table import Column
+
+__all__ = ["bind", "launch", "reference"]
+
+
+def bind(
+    *,
+    table: Tensor,
+    row: Tensor,
+    cu_rows: Tensor,
+    decided_rows: Tensor,
+    keys: Tensor,
+    temperature: Tensor,
+    top_p: Tensor,
+    top_k: Tensor,
+    scratch: Tensor | None = None,
+) -> Run:
+    """Write all outputs."""
+    columns, requests, bounds = table.numpy(), row.numpy(), cu_rows.numpy()
+    rows, outputs = decided_rows.numpy(), [each.numpy() for each in (keys, temperature, top_p, top_k)]
+
+    def run() -> None:
+        for values, nothing in zip(outputs, (0, 0, 1, 0), strict=True):
+            values.fill(nothing)
+        for request, (start, end) in zip(requests.tolist(), pairwise(bounds.tolist()), strict=True):
+            if request < 0:
+                return
+            column = columns[request]
+            step = mixed((column[Column.NOISE : Column.NOISE + 1] ^ column[Column.STEP]).view(np.uint64))
+            positions = (rows[start:end] - column[Column.CANVAS]).view(np.uint64)
+            given = (
+                mixed(positions ^ step).view(np.int64),
+                floats(column[Column.TEMPERATURE]),
+                floats(column[Column.TOP_P]),
+                column[Column.TOP_K],
+            )
+            for values, value in zip(outputs, given, strict=True):
+                values[start:end] = value
+
+    return run
+
+
+launch = launcher(bind)
+_WORD = 2**64 - 1
+
+
+def reference(*, table: Tensor, row: Tensor, cu_rows: Tensor, decided_rows: Tensor) -> dict[str, Tensor]:
+    """Return all outputs, a row at a time, in plain Python."""
+    count = len(decided_rows)
+    keys, temperature, top_p, top_k = [0] * count, [0.0] * count, [1.0] * count, [0] * count
+    for request, (start, end) in zip(row.tolist(), pairwise(cu_rows.tolist()), strict=True):
+        for m in range(start, end):
+            own = table[request].tolist()
+            key = _mixed(_mixed(own[Column.NOISE] ^ own[Column.STEP]) ^ (int(decided_rows[m]) - own[Column.CANVAS]))
+            keys[m], top_k[m] = key - (key >> 63 << 64), own[Column.TOP_K]
+            temperature[m], top_p[m] = float(floats(own[Column.TEMPERATURE])), float(floats(own[Column.TOP_P]))
+    return {
+        "keys": torch.tensor(keys), "temperature": torch.tensor(temperature), "top_p": torch.tensor(top_p),
+        "top_k": torch.tensor(top_k, dtype=torch.int32),
+    }  # fmt: skip
+
+
+def _mixed(word: int) -> int:
+    """The finaliser of splitmix64, of a number modulo 2^64."""
+    word = (word + 0x9E3779B97F4A7C15) & _WORD
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    word = (word ^ word >> 27) * 0x94D049BB133111EB & _WORD
+    return word ^ word >> 31

@@ -1,0 +1,179 @@
+"""pack_requests: which requests of a table a step serves, and the bounds of their windows.
+
+Outputs overlap no operand. Legend: S requests, C columns, B windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.requests import wanted
+from mosaic.registrar.operators.pack_requests import KEPT_SHARE, PATIENCE
+from mosaic.registrar.request_table import Column
+
+__all__ = ["bind", "launch", "reference"]
+
+
+def bind(
+    *,
+    table: Tensor,
+    own: Tensor,
+    row: Tensor,
+    begin: Tensor,
+    seen: Tensor,
+    cu_seqlens: Tensor,
+    cu_rows: Tensor,
+    cu_extents: Tensor,
+    sequences: int,
+    tokens: int,
+    rows: int,
+    extents: int,
+    scratch: Tensor | None = None,
+) -> Run:
+    """Update SERVED in the table, and write all outputs."""
+    table_SC, range_, bounds = table.numpy(), own.numpy(), (cu_seqlens, cu_rows, cu_extents)
+    of_windows, ends = (row.numpy(), begin.numpy(), seen.numpy()), [each.numpy() for each in bounds]
+
+    def run() -> None:
+        first, count = range_[0]
+        mine = table_SC[first : first + count]
+        for values, nothing in zip(of_windows, (-1, 0, 0), strict=True):
+            values.fill(nothing)
+        windows = [*_served(mine, sequences, tokens, rows, extents)]
+        turn = mine[:, Column.SERVED].max(initial=0) + 1
+        for i, window in enumerate(windows):
+            if window.rows:
+                mine[window.row, Column.SERVED] = turn
+            for values, value in zip(of_windows, (first + window.row, window.begin, window.seen), strict=True):
+                values[i] = value
+        sizes = [(window.tokens, window.rows, window.extents) for window in windows]
+        for bound, of_each in zip(ends, np.array(sizes, dtype=np.int64).reshape(-1, 3).T, strict=True):
+            bound[0] = 0
+            np.cumsum(of_each, out=bound[1 : len(windows) + 1])
+            bound[len(windows) + 1 :] = bound[len(windows)]
+
+    return run
+
+
+launch = launcher(bind)
+
+
+class _Window(NamedTuple):
+    row: int
+    begin: int
+    seen: int
+    tokens: int
+    rows: int
+    extents: int
+
+
+def _served(mine: np.ndarray, sequences: int, tokens: int, rows: int, extents: int) -> Iterator[_Window]:
+    """The windows of a step: first of those who decide, then of prompts."""
+    asked, served = wanted(mine), mine[:, Column.SERVED]
+    fills = asked.running & asked.fills
+    order = np.argsort(served, kind="stable")
+    kept = 0
+    if fills.any():
+        oldest = order[fills[order]][0]
+        if served.max() + 1 - served[oldest] >= PATIENCE:
+            kept = max(tokens // KEPT_SHARE, int(mine[oldest, Column.BLOCK]))
+    room = np.array([1, tokens - kept, rows, extents]) * [sequences, 1, 1, 1]
+    for i in order[(asked.running & ~asked.fills)[order]]:
+        needs = [1, asked.end[i] - asked.begin[i], asked.rows[i], mine[i, Column.EXTENTS]]
+        if (room < needs).any():
+            break
+        room -= needs
+        yield _Window(i, asked.begin[i], asked.seen[i], needs[1], needs[2], needs[3])
+    room[1] += kept
+    for i in order[fills[order]]:
+        block = mine[i, Column.BLOCK]
+        left = asked.end[i] - asked.begin[i]
+        count = min(left, room[1]) // block * block
+        needs = [1, count, 0, mine[i, Column.EXTENTS]]
+        if not count or (room < needs).any():
+            break
+        room -= needs
+        yield _Window(i, asked.begin[i], asked.begin[i] + count, count, 0, needs[3])
+        if count < left:
+            break
+
+
+def reference(*, table: Tensor, own: Tensor, sequences: int, tokens: int, rows: int, extents: int) -> dict[str, Tensor]:
+    """Return the table after the step and all outputs, a request at a time, in plain Python."""
+    after, (first, count) = table.clone(), own[0].tolist()
+    requests = [_Asking(number, table[number].tolist()) for number in range(first, first + count)]
+    turn = max((one[Column.SERVED] for one in requests), default=0) + 1
+    asking = sorted((one for one in requests if one.runs), key=lambda one: (one[Column.SERVED], one.number))
+    prompts = [one for one in asking if one.fills]
+    kept = 0
+    if prompts and turn - prompts[0][Column.SERVED] >= PATIENCE:
+        kept = max(tokens // KEPT_SHARE, prompts[0][Column.BLOCK])
+    taken: list[tuple[int, int, int, int, int, int]] = []
+
+    def fits(length: int, decided: int, held: int, limit: int) -> bool:
+        sums = [sum(each) for each in zip(*[window[3:] for window in taken], (length, decided, held), strict=True)]
+        return len(taken) < sequences and sums[0] <= limit and sums[1] <= rows and sums[2] <= extents
+
+    for one in asking:
+        if not one.fills:
+            begin, end, seen = one.window()
+            if not fits(end - begin, one.decides(), one[Column.EXTENTS], tokens - kept):
+                break
+            taken.append((one.number, begin, seen, end - begin, one.decides(), one[Column.EXTENTS]))
+    for one in prompts:
+        left = one[Column.PREFIX] - one[Column.WRITTEN]
+        room = min(left, tokens - sum(window[3] for window in taken))
+        length = room - room % one[Column.BLOCK]
+        if not length or not fits(length, 0, one[Column.EXTENTS], tokens):
+            break
+        end = one[Column.WRITTEN] + length
+        taken.append((one.number, one[Column.WRITTEN], end, length, 0, one[Column.EXTENTS]))
+        if length < left:
+            break
+    found = {"table": after}
+    for place, (name, nothing) in enumerate((("row", -1), ("begin", 0), ("seen", 0))):
+        values = [window[place] for window in taken] + [nothing] * (sequences - len(taken))
+        found[name] = torch.tensor(values, dtype=torch.int64 if name == "row" else torch.int32)
+    for place, name in enumerate(("cu_seqlens", "cu_rows", "cu_extents"), start=3):
+        sizes = [window[place] for window in taken] + [0] * (sequences - len(taken))
+        found[name] = torch.tensor([0, *sizes]).cumsum(0).int()
+    for window in taken:
+        if window[4]:
+            after[window[0], Column.SERVED] = turn
+    return found
+
+
+class _Asking:
+    """One request of a table, in plain Python."""
+
+    def __init__(self, number: int, columns: list[int]) -> None:
+        self.number, self._columns = number, columns
+
+    def __getitem__(self, column: Column) -> int:
+        return self._columns[column]
+
+    @property
+    def runs(self) -> bool:
+        return self[Column.STATE] == 1
+
+    @property
+    def fills(self) -> bool:
+        return self[Column.WRITTEN] < self[Column.PREFIX]
+
+    def decides(self) -> int:
+        quota = self[Column.QUOTA] + (1 if self[Column.NUMBER] < self[Column.MORE] else 0)
+        return min(quota, self[Column.OPEN]) if self[Column.IN_ORDER] else self[Column.OPEN]
+
+    def window(self) -> tuple[int, int, int]:
+        """Where its window begins and ends, and the keys that it sees."""
+        start, end, first = self[Column.START], self[Column.START] + self[Column.BLOCK], not self[Column.NUMBER]
+        if self[Column.WINDOW] == 0:
+            return (start - self[Column.BEFORE] if first else start), end, end
+        length = self[Column.LENGTH]
+        return (0 if first else start), (length if first or self[Column.WINDOW] == 2 else end), length

@@ -1,0 +1,115 @@
+"""place_requests: where the tokens, rows to decide and keys of the requests that a step serves lie.
+
+Outputs overlap no operand. Legend: T tokens, M rows, E extents, B windows.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.requests import floats, quotas
+from mosaic.registrar.operators.read_canvas import OPEN
+from mosaic.registrar.request_table import Column
+
+__all__ = ["bind", "launch", "reference"]
+
+
+def bind(
+    *,
+    table: Tensor,
+    canvas: Tensor,
+    held_extents: Tensor,
+    row: Tensor,
+    begin: Tensor,
+    cu_seqlens: Tensor,
+    cu_rows: Tensor,
+    cu_extents: Tensor,
+    positions: Tensor,
+    token_rows: Tensor,
+    rows: Tensor,
+    decided_rows: Tensor,
+    extents: Tensor,
+    quota: Tensor,
+    threshold: Tensor,
+    tokens: int,
+    most: int,
+    count: int,
+    scratch: Tensor | None = None,
+) -> Run:
+    """Write all outputs."""
+    columns, kept, held = table.numpy(), canvas.numpy(), held_extents.numpy()
+    requests, begins, bounds = row.numpy(), begin.numpy(), [each.numpy() for each in (cu_seqlens, cu_rows, cu_extents)]
+    outputs = [positions, token_rows, rows, decided_rows, extents, quota, threshold]
+    places, canvas_rows, numbers, decided, of_keys, least, limits = (each.numpy() for each in outputs)
+
+    def run() -> None:
+        for values, nothing in zip(
+            (places, canvas_rows, numbers, decided, of_keys, least, limits), _NOTHING, strict=True
+        ):
+            values.fill(nothing)
+        ends = zip(*(pairwise(bound.tolist()) for bound in bounds), strict=True)
+        for i, (request, first, of_each) in enumerate(zip(requests.tolist(), begins.tolist(), ends, strict=True)):
+            if request < 0:
+                return
+            (start, end), (from_row, to_row), (from_extent, to_extent) = of_each
+            column = columns[request]
+            places[start:end] = np.arange(first, first + end - start)
+            canvas_rows[start:end] = column[Column.CANVAS] + places[start:end]
+            if to_row > from_row:
+                block = column[Column.CANVAS] + column[Column.START]
+                there = (kept[block : block + column[Column.BLOCK]] == OPEN).nonzero()[0][: to_row - from_row]
+                decided[from_row:to_row] = block + there
+                numbers[from_row:to_row] = column[Column.START] + there + (start - first)
+            of_keys[from_extent:to_extent] = held[column[Column.EXTENT] :][: to_extent - from_extent]
+            least[i], limits[i] = quotas(columns[request : request + 1])[0], floats(column[Column.THRESHOLD])
+
+    return run
+
+
+launch = launcher(bind)
+_NOTHING = (0, -1, 0, -1, 0, 0, 0)
+
+
+def reference(
+    *, table: Tensor, canvas: Tensor, held_extents: Tensor, row: Tensor, begin: Tensor,
+    cu_seqlens: Tensor, cu_rows: Tensor, cu_extents: Tensor, tokens: int, most: int, count: int,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return all outputs, a token at a time, in plain Python."""
+    places, canvas_rows, numbers, decided, of_keys = (
+        list[int](),
+        list[int](),
+        list[int](),
+        list[int](),
+        list[list[int]](),
+    )
+    least, limits = [0] * len(row), [0.0] * len(row)
+    for i, request in enumerate(row.tolist()):
+        if request < 0:
+            break
+        own, first, at = table[request].tolist(), int(begin[i]), len(places)
+        for position in range(first, first + int(cu_seqlens[i + 1] - cu_seqlens[i])):
+            places.append(position)
+            canvas_rows.append(own[Column.CANVAS] + position)
+        wanted = int(cu_rows[i + 1] - cu_rows[i])
+        for position in range(own[Column.START], own[Column.START] + own[Column.BLOCK]):
+            if wanted and int(canvas[own[Column.CANVAS] + position]) == OPEN:
+                decided.append(own[Column.CANVAS] + position)
+                numbers.append(at + position - first)
+                wanted -= 1
+        of_keys += held_extents[own[Column.EXTENT] : own[Column.EXTENT] + own[Column.EXTENTS]].tolist()
+        least[i] = own[Column.QUOTA] + (1 if own[Column.NUMBER] < own[Column.MORE] else 0)
+        limits[i] = float(floats(own[Column.THRESHOLD]))
+    return {
+        "positions": torch.tensor(places + [0] * (tokens - len(places)), dtype=torch.int32),
+        "token_rows": torch.tensor(canvas_rows + [-1] * (tokens - len(places))),
+        "rows": torch.tensor(numbers + [0] * (most - len(numbers))),
+        "decided_rows": torch.tensor(decided + [-1] * (most - len(decided))),
+        "extents": torch.tensor(of_keys + [[0] * 4] * (count - len(of_keys)), dtype=torch.int64),
+        "quota": torch.tensor(least, dtype=torch.int32),
+        "threshold": torch.tensor(limits),
+    }

@@ -1,0 +1,37 @@
+"""A table of requests after a step: what was committed is taken, blocks and requests end, and report[B, 14] says how all stand.
+
+Operands are those of `place_requests`, with canvas[R] after the decisions of the step, and committed[M]. For window i:
+
+- of a prompt, WRITTEN grows by its tokens;
+- of a block, OPEN gets less by what was committed in its rows, STEP and NUMBER grow by 1, BEFORE is 0. What precedes the block's
+  first open position is final. If a final token of the answer is one of STOP, or all of the answer is final, the
+  request has ENDED. Otherwise, where nothing is open, the next block begins, and of windows by blocks BEFORE is the block.
+
+report[i] has the columns `mosaic.registrar.request_table.Reported`; its row is -1 beyond the last window.
+"""
+
+from __future__ import annotations
+
+from mosaic.registrar.operator import Dim, Implementation, Operator, require
+from mosaic.registrar.request_table import COLUMNS, Column, Reported
+
+WIDTH = Reported.WRITTEN + COLUMNS - Column.WRITTEN
+
+
+def rules(*, C: Dim, **_: object) -> None:
+    require(C == COLUMNS, f"a table of requests has {COLUMNS} columns, not {C}")
+
+
+OPERATOR = Operator(
+    name="advance_requests",
+    operands=f"""
+        table!@:i64[S, C] canvas@:i64[R] row@:i64[B] begin@:i32[B] cu_seqlens@:i32[B+1] cu_rows@:i32[B+1] committed@:u8[M]
+        -> report:i64[B, {WIDTH}]
+    """,
+    moved={"canvas": "committed"},
+    rules=rules,
+    implementations=(
+        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.advance_requests"),
+        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.advance_requests"),
+    ),
+)

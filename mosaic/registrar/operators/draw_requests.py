@@ -1,0 +1,22 @@
+"""What the rows to decide of a table's requests draw by: random keys, temperature, top-p and top-k, a value for each row.
+
+Row m of window i is of the request table[row[i]]: its key is that of the request's NOISE, its STEP and the row's position
+(`mosaic.decoding.noise`). Beyond the last row all are 0, and top_p 1.
+"""
+
+from __future__ import annotations
+
+from mosaic.registrar.operator import Implementation, Operator
+
+OPERATOR = Operator(
+    name="draw_requests",
+    operands="""
+        table@:i64[S, C] row@:i64[B] cu_rows@:i32[B+1] decided_rows@:i64[M]
+        -> keys:i64[M] temperature:f32[M] top_p:f32[M] top_k:i32[M]
+    """,
+    implementations=(
+        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.draw_requests"),
+        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.draw_requests"),
+    ),
+    roles={"keys": "statistics"},
+)

@@ -1,0 +1,98 @@
+"""The table of requests under load: a row of a state for each, whose columns a step's own kernels read and move on.
+
+The host writes a row when a request comes and when it leaves. In between `pack_requests` chooses who is served,
+`place_requests` lays out their windows, and `advance_requests` takes what was committed. Positions count from the first token of
+a request's prompt.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+__all__ = ["COLUMNS", "ENDED", "EOS", "LENGTH", "RUNNING", "STOPS", "Column", "Reported"]
+
+
+class Column(IntEnum):
+    """Columns int64 of a request. Those from `WRITTEN` on change from step to step."""
+
+    STATE = 0
+    """0: nobody's row, `RUNNING` or `ENDED`."""
+    CANVAS = 1
+    """Its first row of the canvas; others follow."""
+    EXTENT = 2
+    """Its first entry in the list of extents of keys; others follow."""
+    EXTENTS = 3
+    """How many there are."""
+    PROMPT = 4
+    """Tokens of the prompt."""
+    END = 5
+    """Where the answer ends."""
+    LENGTH = 6
+    """Positions of the canvas."""
+    PREFIX = 7
+    """Tokens whose keys are written before the first block is denoised, whole blocks."""
+    BLOCK = 8
+    """Tokens of a block."""
+    WINDOW = 9
+    """What a step computes: `BY_BLOCKS`, `REFRESHED` or `FROM_BLOCK`."""
+    QUOTA = 10
+    """Tokens that each step of a block commits at least."""
+    MORE = 11
+    """How many first steps of a block commit one more."""
+    IN_ORDER = 12
+    """Whether a step decides the first open positions, as many as it commits; otherwise it decides all of the block."""
+    TOP_K = 13
+    """Of the sampling; 0: off."""
+    NOISE = 14
+    """The random key of its seed and number."""
+    STOP = 15
+    """The first of `STOPS` tokens that end the answer; -1: none."""
+    THRESHOLD = 19
+    """Here and in the next two, the bits of a float32."""
+    TEMPERATURE = 20
+    TOP_P = 21
+    WRITTEN = 22
+    """Tokens of the prefix whose keys are written."""
+    START = 23
+    """Where the block begins that is decoded."""
+    BEFORE = 24
+    """Tokens before the block whose final keys the next step writes."""
+    NUMBER = 25
+    """Steps of the block so far."""
+    STEP = 26
+    """Steps so far that have decided, which random keys count."""
+    OPEN = 27
+    """Positions of the block where nothing is decided."""
+    SERVED = 28
+    """The turn in which it decided last, at first the one in which it came."""
+
+
+COLUMNS: Final = 29
+STOPS: Final = 4
+RUNNING, ENDED = 1, 2
+BY_BLOCKS, REFRESHED, FROM_BLOCK = 0, 1, 2
+"""Windows of a block's steps. By blocks: the block, in its first step with `BEFORE` tokens before it, over the keys up to its end.
+Refreshed: the whole canvas in the first step, then the block, over all keys. From the block: the same, but to the canvas' end."""
+LENGTH, EOS = 1, 2
+"""How a request ends: it has all tokens of its answer, or one that stops it."""
+
+
+class Reported(IntEnum):
+    """Columns int64 of what a step says of each request that it has served: where its window began, and how it stands now."""
+
+    ROW = 0
+    """The row of the table; -1: there is none, nor any further."""
+    BEGIN = 1
+    TOKENS = 2
+    """Of the window."""
+    START = 3
+    """Of the block that the step has decided."""
+    FINAL = 4
+    """Positions below are decided for good; of an answer that ends at a token that stops it, the position after that one."""
+    MASKED = 5
+    """Positions of the answer where nothing is decided."""
+    END = 6
+    """0, `LENGTH` or `EOS`."""
+    WRITTEN = 7
+    """From here on the columns that have changed, as they are in the table."""

@@ -1,0 +1,184 @@
+"""The operators of a table of requests: on the CPU and in Triton against plain Python, over random tables."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from typing import Any
+
+import pytest
+import torch
+from test_kernels import Case, check_allocates_nothing
+
+from mosaic.decoding.noise import key_of, row_keys
+from mosaic.kernels.shared.requests import bits
+from mosaic.registrar.operators.advance_requests import WIDTH
+from mosaic.registrar.operators.read_canvas import OPEN
+from mosaic.registrar.request_table import COLUMNS, Column
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+if HAS_TRITON:
+    from test_triton_kernels import INTERPRETED, run
+
+    DEVICE = "cpu" if INTERPRETED else "cuda"
+    triton_test = (lambda function: function) if INTERPRETED else pytest.mark.gpu
+else:
+    triton_test = pytest.mark.skip(reason="triton is not installed")
+
+I32 = torch.int32
+ROOM = ("sequences", "tokens", "rows", "extents")
+
+
+class Requests:
+    """Random requests of a table, some of them nobody's or ended, over a canvas where some positions are decided."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = random.Random(seed)
+        self.first, self.count, more = rng.choice([0, 3]), rng.choice([1, 5, 40]), rng.choice([0, 2])
+        self.table = torch.zeros(self.first + self.count + more, COLUMNS, dtype=torch.int64)
+        tokens: list[int] = []
+        extents: list[list[int]] = []
+        for row in range(len(self.table)):
+            self.table[row] = torch.tensor(self._request(tokens, extents))
+        self.canvas, self.extents = torch.tensor(tokens), torch.tensor(extents)
+
+    def _request(self, tokens: list[int], extents: list[list[int]]) -> list[int]:
+        rng, column = self.rng, [0] * COLUMNS
+        block, window = rng.choice([1, 4, 8]), rng.choice([0, 0, 1, 2])
+        prompt = rng.randint(0 if window else 1, 5 * block)
+        prefix = 0 if window else prompt // block * block
+        start = prefix if not window else prompt
+        blocks = rng.randint(1, 3)
+        length = start + blocks * block
+        at = rng.randrange(blocks)
+        now, end = (
+            start + at * block,
+            rng.randint(max(prompt, start + (blocks - 1) * block) + 1, max(length, prompt + 1)),
+        )
+        written = prefix if at or rng.random() < 0.5 else rng.randrange(0, prefix + block, block)
+        canvas = [rng.randrange(20) if p < max(prompt, now) else OPEN for p in range(length)]
+        places = list(range(max(prompt, now), now + block))
+        number = rng.randrange(3)
+        for place in rng.sample(places, rng.randrange(len(places)) if number else 0):
+            canvas[place] = rng.randrange(20)
+        mine = [[rng.randrange(99), rng.randrange(1, 9), rng.randrange(9), 0] for _ in range(rng.randint(1, 3))]
+        column[Column.STATE] = rng.choice([0, 1, 1, 1, 1, 2])
+        column[Column.CANVAS], column[Column.EXTENT], column[Column.EXTENTS] = len(tokens), len(extents), len(mine)
+        column[Column.PROMPT], column[Column.END], column[Column.LENGTH] = prompt, end, length
+        column[Column.PREFIX], column[Column.BLOCK], column[Column.WINDOW] = prefix, block, window
+        column[Column.QUOTA], column[Column.MORE] = rng.randint(1, block), rng.randrange(3)
+        column[Column.IN_ORDER], column[Column.TOP_K] = rng.randrange(2), rng.randrange(9)
+        column[Column.NOISE] = key_of(rng.randrange(2**64), rng.randrange(9))
+        column[Column.STOP : Column.STOP + 4] = [rng.randrange(20), -1, rng.choice([-1, 5]), -1]
+        for setting in (Column.THRESHOLD, Column.TEMPERATURE, Column.TOP_P):
+            column[setting] = bits(rng.random())
+        column[Column.WRITTEN], column[Column.START], column[Column.NUMBER] = min(written, prefix), now, number
+        column[Column.BEFORE] = block if at and not window and not number else 0
+        column[Column.STEP], column[Column.SERVED] = rng.randrange(50), rng.randrange(12)
+        column[Column.OPEN] = sum(token == OPEN for token in canvas[now : now + block])
+        tokens += canvas
+        extents += mine
+        return column
+
+    def room(self) -> dict[str, int]:
+        """Room that is mostly too little for all."""
+        rng, count = self.rng, self.count
+        return {
+            "sequences": rng.choice([1, count, 2 * count]), "tokens": rng.choice([8, 16 * count, 4 * count]),
+            "rows": rng.choice([8, 8 * count, 3 * count]), "extents": rng.choice([3, 3 * count]),
+        }  # fmt: skip
+
+    def pack(self) -> Case:
+        room = self.room()
+        given = {"table": self.table.clone(), "own": torch.tensor([[self.first, self.count]])}
+        outputs = {"row": torch.empty(room["sequences"], dtype=torch.int64)}
+        outputs |= {name: torch.empty(room["sequences"], dtype=I32) for name in ("begin", "seen")}
+        outputs |= {
+            f"cu_{name}": torch.empty(room["sequences"] + 1, dtype=I32) for name in ("seqlens", "rows", "extents")
+        }
+        return Case("pack_requests", given, outputs, room)
+
+    def packed(self) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+        """A step that serves some of them."""
+        case = self.pack()
+        found = case.reference()
+        self.table = found.pop("table")
+        return found, case.attrs
+
+    def place(self) -> Case:
+        packed, room = self.packed()
+        given = {"table": self.table, "canvas": self.canvas, "held_extents": self.extents}
+        del packed["seen"]
+        sizes = {"tokens": room["tokens"], "most": room["rows"], "count": room["extents"]}
+        outputs = {
+            "positions": torch.empty(sizes["tokens"], dtype=I32),
+            **{name: torch.empty(sizes["tokens" if name == "token_rows" else "most"], dtype=torch.int64)
+               for name in ("token_rows", "rows", "decided_rows")},
+            "extents": torch.empty(sizes["count"], 4, dtype=torch.int64),
+            "quota": torch.empty(room["sequences"], dtype=I32), "threshold": torch.empty(room["sequences"]),
+        }  # fmt: skip
+        return Case("place_requests", {**given, **packed}, outputs, sizes)
+
+    def draw(self) -> Case:
+        placing = self.place()
+        decided = placing.reference()["decided_rows"]
+        given = {name: placing.operands[name] for name in ("table", "row", "cu_rows")}
+        rows = len(decided)
+        outputs = {
+            "keys": torch.empty(rows, dtype=torch.int64),
+            "temperature": torch.empty(rows),
+            "top_p": torch.empty(rows),
+        }
+        outputs["top_k"] = torch.empty(rows, dtype=I32)
+        return Case("draw_requests", {**given, "decided_rows": decided}, outputs, {})
+
+    def advance(self) -> Case:
+        placing, rng = self.place(), self.rng
+        decided = placing.reference()["decided_rows"]
+        committed = torch.tensor([rng.random() < rng.choice([0.3, 1.0]) and row >= 0 for row in decided.tolist()])
+        canvas = self.canvas.clone()
+        canvas[decided[committed]] = torch.randint(20, (int(committed.sum()),))
+        given = {name: placing.operands[name] for name in ("row", "begin", "cu_seqlens", "cu_rows")}
+        given |= {"table": self.table.clone(), "canvas": canvas, "committed": committed.byte()}
+        return Case("advance_requests", given, {"report": torch.empty(len(given["row"]), WIDTH, dtype=torch.int64)}, {})
+
+
+def values(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.tolist() for name, value in found.items()}
+
+
+KINDS = ("pack", "place", "draw", "advance")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(40))
+def test_on_the_cpu(seed: int, kind: str) -> None:
+    case: Case = getattr(Requests(seed), kind)()
+    expected = values(case.reference())
+    case.launch()
+    assert {
+        name: value for name, value in values({**case.operands, **case.outputs}).items() if name in expected
+    } == expected
+    if seed < 4:
+        check_allocates_nothing(case)
+
+
+@triton_test
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(12))
+def test_in_triton(seed: int, kind: str) -> None:
+    case: Case = getattr(Requests(seed), kind)()
+    expected = values(case.reference())
+    found = run(case, DEVICE)
+    assert {name: found[name].tolist() for name in expected} == expected
+
+
+def test_the_keys_of_rows_are_those_of_noise() -> None:
+    case = Requests(4).draw()
+    given, bounds = case.operands, case.operands["cu_rows"].tolist()
+    row = next(row for row in range(len(bounds) - 1) if bounds[row + 1] > bounds[row])
+    request, mine = int(given["row"][row]), slice(bounds[row], bounds[row + 1])
+    own = given["table"][request]
+    own[Column.NOISE] = key_of(7, 3)
+    positions = given["decided_rows"][mine] - own[Column.CANVAS]
+    assert case.reference()["keys"][mine].tolist() == row_keys(7, 3, int(own[Column.STEP]), positions).tolist()
