@@ -90,32 +90,33 @@ class Requests:
 
     def pack(self) -> Case:
         room = self.room()
-        given = {"table": self.table.clone(), "own": torch.tensor([[self.first, self.count]])}
+        limits = [self.first, self.count, room["tokens"], room["rows"], room["extents"]]
+        given = {"table": self.table.clone(), "room": torch.tensor([limits])}
         outputs = {"row": torch.empty(room["sequences"], dtype=torch.int64)}
         outputs |= {name: torch.empty(room["sequences"], dtype=I32) for name in ("begin", "seen")}
         outputs |= {
             f"cu_{name}": torch.empty(room["sequences"] + 1, dtype=I32) for name in ("seqlens", "rows", "extents")
         }
-        return Case("pack_requests", given, outputs, room)
+        return Case("pack_requests", given, outputs, {"sequences": room["sequences"]})
 
-    def packed(self) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    def packed(self) -> tuple[dict[str, torch.Tensor], list[int]]:
         """A step that serves some of them."""
         case = self.pack()
         found = case.reference()
         self.table = found.pop("table")
-        return found, case.attrs
+        return found, case.operands["room"][0, 2:].tolist()
 
     def place(self) -> Case:
-        packed, room = self.packed()
+        packed, (tokens, rows, extents) = self.packed()
         given = {"table": self.table, "canvas": self.canvas, "held_extents": self.extents}
         del packed["seen"]
-        sizes = {"tokens": room["tokens"], "most": room["rows"], "count": room["extents"]}
+        sizes, sequences = {"tokens": tokens, "most": rows, "count": extents}, len(packed["row"])
         outputs = {
             "positions": torch.empty(sizes["tokens"], dtype=I32),
             **{name: torch.empty(sizes["tokens" if name == "token_rows" else "most"], dtype=torch.int64)
                for name in ("token_rows", "rows", "decided_rows")},
             "extents": torch.empty(sizes["count"], 4, dtype=torch.int64),
-            "quota": torch.empty(room["sequences"], dtype=I32), "threshold": torch.empty(room["sequences"]),
+            "quota": torch.empty(sequences, dtype=I32), "threshold": torch.empty(sequences),
         }  # fmt: skip
         return Case("place_requests", {**given, **packed}, outputs, sizes)
 

@@ -10,6 +10,7 @@ from mosaic.decoding.config import GenerationConfig, NamedAlgorithm
 
 if TYPE_CHECKING:
     from mosaic.decoding.canvas import Canvas, Shapes, Steps
+    from mosaic.decoding.rows import TableRow
     from mosaic.models.architecture import Architecture
 
 __all__ = ["Algorithm"]
@@ -29,9 +30,13 @@ class Algorithm(NamedAlgorithm):
         The largest steps of a request, from its options, the model, the tokens of the prompt and the number that stands for it
         in random draws. Their `states` are the rows that the request takes and `canvas.rows_of` gives; rows of keys and values
         are added.
+    row
+        What a table on the device has to know of a request, from its options, the model and the tokens of the prompt; None for a
+        request that has to be decoded by the generator. By default all have to.
     traits
         The options that it takes and the models that it is for; by default the options that all take, and any model.
     """
 
     decode: Callable[[Canvas], Steps]
     shapes: Callable[[GenerationConfig, Architecture, int, int], Shapes]
+    row: Callable[[GenerationConfig, Architecture, int], TableRow | None] | None = None

@@ -10,11 +10,14 @@ from typing import Final
 from mosaic.decoding import block_diffusion, block_editing, dream, fast_dllm, fast_dllm_v2, llada
 from mosaic.decoding.algorithm import Algorithm
 from mosaic.decoding.config import ALGORITHMS, GenerationConfig, resolve
+from mosaic.decoding.rows import TableRow
 from mosaic.models.architecture import Architecture
+from mosaic.models.parts import STATISTICS
 from mosaic.models.step import StepSize
+from mosaic.registrar.request_table import STOPS
 from mosaic.runtime.sharing import SharedSizes
 
-__all__ = ["algorithm_of", "canvas_length", "expected_step", "largest_steps", "shapes", "shared_sizes"]
+__all__ = ["algorithm_of", "canvas_length", "expected_step", "largest_steps", "shapes", "shared_sizes", "table_row"]
 
 
 _MODULES: Final[Mapping[str, ModuleType]] = {
@@ -22,7 +25,9 @@ _MODULES: Final[Mapping[str, ModuleType]] = {
     "llada2": block_diffusion, "llada2.1": block_editing,
 }  # fmt: skip
 _ALGORITHMS: Final[Mapping[str, Algorithm]] = {
-    name: Algorithm(name=name, decode=module.decode, shapes=module.shapes, traits=ALGORITHMS[name])
+    name: Algorithm(
+        name=name, decode=module.decode, shapes=module.shapes, row=getattr(module, "row", None), traits=ALGORITHMS[name]
+    )
     for name, module in _MODULES.items()
 }
 
@@ -33,6 +38,22 @@ def algorithm_of(config: GenerationConfig) -> Algorithm:
         return config.algorithm
     name = str(config.algorithm or "llada")
     return _ALGORITHMS["fast-dllm" if config.cache and name == "llada" else name]
+
+
+def table_row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> TableRow | None:
+    """Return what a table on the device has to know of a request, options resolved; None if a generator decodes it.
+
+    It does if the algorithm does not say, a policy is asked for, tokens are drawn, keys are seen by ranges, or there are more
+    tokens that stop an answer than a table has room for.
+    """
+    describe = algorithm_of(config).row
+    plain = config.attention is None and config.eviction is None and config.block_cache is None
+    waits = config.ahead is False and config.remasking != "sequential"
+    ranged = bool(architecture.windows) or architecture.rotary.kind == "dynamic" or architecture.shifted
+    if describe is None or not plain or waits or ranged or len(architecture.eos_token_ids) > STOPS:
+        return None
+    found = describe(config, architecture, prompt_len)
+    return found if found is not None and found.sampling.head is STATISTICS else None
 
 
 def canvas_length(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> int:

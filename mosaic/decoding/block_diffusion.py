@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from mosaic.decoding.ahead import ahead_shapes, decode_ahead
 from mosaic.decoding.blocks import Blocks
-from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps, cached_shape
+from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps, cached_shape, whole_blocks
 from mosaic.decoding.llada import schedule
+from mosaic.decoding.rows import ALL, TableRow
 from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from mosaic.decoding.config import GenerationConfig
     from mosaic.models.architecture import Architecture
 
-__all__ = ["block_shapes", "decode", "shapes"]
+__all__ = ["block_shapes", "decode", "row", "shapes"]
 
 
 def _sampling(config: GenerationConfig) -> Sampling:
@@ -36,6 +37,17 @@ def _phase(config: GenerationConfig) -> Phase:
     return Phase(
         cache=KEPT, head=_sampling(config).head, commit=Commit(score="confidence", rule="dynamic" if dynamic else "top")
     )
+
+
+def row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> TableRow:
+    """Return what a table has to know of a request."""
+    prefix, length = whole_blocks(config, prompt_len)
+    dynamic = config.remasking in (None, "low_confidence_dynamic")
+    return TableRow(
+        sampling=_sampling(config), start=prefix, prefix=prefix, length=length, block=config.block_length or 1,
+        steps=config.steps or 1, threshold=(config.threshold or 0.0) if dynamic else ALL,
+        in_order=config.remasking == "sequential",
+    )  # fmt: skip
 
 
 def decode(canvas: Canvas) -> Steps:

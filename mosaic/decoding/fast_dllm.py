@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mosaic.decoding.blocks import Blocks
 from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps, cached_shape
 from mosaic.decoding.llada import candidates, counts
+from mosaic.decoding.rows import ALL, TableRow
 from mosaic.models.parts import KEPT, WHOLE, Commit
 from mosaic.models.phase import Phase
 from mosaic.models.step import StepSize
+from mosaic.registrar.request_table import FROM_BLOCK, REFRESHED
 
 if TYPE_CHECKING:
     from mosaic.decoding.config import GenerationConfig
     from mosaic.models.architecture import Architecture
 
-__all__ = ["decode", "shapes"]
+__all__ = ["decode", "row", "shapes"]
 
 
 def _sampling(config: GenerationConfig, architecture: Architecture) -> Sampling:
@@ -37,6 +41,19 @@ def _phase(config: GenerationConfig, architecture: Architecture, *, first: bool 
         head=_sampling(config, architecture).head,
         commit=Commit(score="confidence", rule="top" if first and architecture.shifted and config.cache else rule),
     )
+
+
+def row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> TableRow | None:
+    """Return what a table has to know of a request with a cache; `factor` and random places are the generator's."""
+    if config.cache is None or config.factor is not None or config.remasking == "random":
+        return None
+    block, least = config.block_length or 1, config.threshold
+    at_least = ALL if least is None else float(np.nextafter(np.float32(least), np.float32(-np.inf)))
+    return TableRow(
+        sampling=_sampling(config, architecture), start=prompt_len, prefix=0, length=prompt_len + config.gen_length,
+        block=block, window=REFRESHED if config.cache == "dual" else FROM_BLOCK,
+        steps=len(counts(config)) if config.steps and least is None else block, threshold=at_least,
+    )  # fmt: skip
 
 
 def decode(canvas: Canvas) -> Steps:

@@ -138,7 +138,7 @@ class LiveRequest:
         self.pending: StepRequest | None = None
         self.waiting_since = 0
         self._canvas, self._submission, self._decode = canvas, submission, decode
-        self._algorithm: Steps = algorithm_of(canvas.config).decode(canvas)
+        self._algorithm: Steps | None = None
         self._shown = canvas.prompt_len
 
     @property
@@ -154,6 +154,7 @@ class LiveRequest:
         """Take the rows of all states, and ask for the first step."""
         try:
             self._canvas.reserve()
+            self._algorithm = algorithm_of(self._canvas.config).decode(self._canvas)
             self.pending = next(self._algorithm, None)
         except BaseException:
             self.end("failed")
@@ -167,7 +168,7 @@ class LiveRequest:
 
     def take(self, result: StepResult) -> Step:
         """Go on with an outcome, to the next step or the end. If the algorithm raises, the request has failed."""
-        assert self.pending is not None
+        assert self.pending is not None and self._algorithm is not None
         canvas, phase = self._canvas, self.pending.phase
         canvas.last, canvas.following = None, Following
         block = canvas.block
@@ -186,13 +187,15 @@ class LiveRequest:
 
     def tell(self, step: Step) -> None:
         """Tell the callback and the streamer what a step did."""
-        going = self.pending is not None
+        going = self.generation is None
         try:
             if self._submission.on_step is not None:
                 with interrupts_let_through():
                     self._submission.on_step(step)
         finally:
-            if not (going and self.pending is None):  # unless the callback has cancelled it: that has shown its end
+            if not (
+                going and self.generation is not None
+            ):  # unless the callback has cancelled it: that has shown its end
                 self._show()
 
     def end(self, early: Literal["cancelled", "failed"] | None = None) -> None:
@@ -211,7 +214,8 @@ class LiveRequest:
             if early is not None:
                 leaving.callback(self._show)
             leaving.callback(canvas.close)
-            leaving.callback(self._algorithm.close)
+            if self._algorithm is not None:
+                leaving.callback(self._algorithm.close)
             if self._decode is not None:
                 self.generation = replace(self.generation, text=self._decode(self.generation.token_ids.tolist()))
 
@@ -243,7 +247,7 @@ class LiveRequest:
             return
         with ExitStack() as shown:
             shown.enter_context(interrupts_let_through())
-            if self.pending is None:
+            if self.generation is not None:
                 shown.callback(streamer.end)
             if isinstance(streamer, DraftStreamer):
                 answer = slice(canvas.prompt_len, canvas.end)

@@ -22,18 +22,23 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from mosaic.decoding.algorithms import canvas_length, expected_step, largest_steps
+from mosaic.decoding.algorithms import canvas_length, expected_step, largest_steps, table_row
 from mosaic.decoding.canvas import Canvas
 from mosaic.decoding.config import GenerationConfig, resolve, uncut, with_options
 from mosaic.decoding.live import LiveRequest, Submission
 from mosaic.decoding.prompts import Prompt, check_prompt, is_integer, is_text, token_ids
-from mosaic.decoding.streaming import OnStep, Step, Streamer
+from mosaic.decoding.rows import TableRow, demand_of
+from mosaic.decoding.scheduler import Scheduler
+from mosaic.decoding.streaming import OnStep, Step, Steps, Streamer
+from mosaic.decoding.tabled import ServedSteps, TabledRequest
 from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.errors import UsageError
+from mosaic.models.parts import REQUESTS
 from mosaic.models.step import StepSize, most_rows
 from mosaic.runtime.interrupts import interrupts_held, interrupts_let_through
 from mosaic.runtime.packing import group_of
 from mosaic.runtime.range_pool import ClosesOnExit
+from mosaic.runtime.request_table import ROWS, RequestTable
 
 if TYPE_CHECKING:
     from mosaic.models.state import State
@@ -53,18 +58,16 @@ _log = logging.getLogger(__name__)
 
 
 class _Described(NamedTuple):
-    """A request before it is live: token ids, resolved options, positions of its canvas, largest steps."""
+    """A request before it is live: token ids, resolved options, positions of its canvas, rows of states that it takes, and its
+    largest steps, or what a table has to know of it."""
 
     submission: Submission
     prompt: Tensor
     config: GenerationConfig
     length: int
+    demand: dict[State, int]
     largest: list[StepSize]
-
-    @property
-    def demand(self) -> dict[State, int]:
-        """Rows of each state that it takes."""
-        return most_rows(self.largest)
+    row: TableRow | None = None
 
 
 class _Asked(NamedTuple):
@@ -121,12 +124,16 @@ class Session(ClosesOnExit):
         self._launched: list[_Asked] = []  # in order, until their outcomes are given
         self.launched_in_vain = 0
         """Steps that were launched ahead and whose outcomes no request took."""
-        self._untold: list[Step] = []  # of calls of `advance` that raised
+        self._untold = Steps()  # of calls of `advance` that raised
         self._submitted = self._turns = 0
         self._closed = self._giving = False
         self._read: Tokenizer | None = None
         with runner.exclusive():
             self._shared = runner.sharing()
+            self._table: RequestTable | None = getattr(runner, "request_table", lambda: None)()
+        self._scheduler = None if self._table is None else Scheduler(runner, self._table)
+        self._least: StepSize | None = None  # of the table's steps, as other sessions are told
+        self._tabled_last = False
 
     @property
     def live(self) -> tuple[LiveRequest, ...]:
@@ -211,8 +218,11 @@ class Session(ClosesOnExit):
     def _of_options(self, submission: Submission, prompt: Tensor, config: GenerationConfig) -> _Described:
         """Describe a request by resolved options."""
         arch, tokens = self._runner.architecture, prompt.numel()
+        row = None if self._table is None else table_row(config, arch, tokens)
+        if row is not None and self._table is not None:
+            return _Described(submission, prompt, config, row.length, demand_of(row, self._table.holes), [], row)
         largest = largest_steps(config, arch, tokens, submission.request_id or 0)
-        return _Described(submission, prompt, config, canvas_length(config, arch, tokens), largest)
+        return _Described(submission, prompt, config, canvas_length(config, arch, tokens), most_rows(largest), largest)
 
     def _tokenizer(self) -> Tokenizer:
         """The tokenizer of the model's directory, read once."""
@@ -232,7 +242,14 @@ class Session(ClosesOnExit):
         rows: Counter[State] = Counter()
         for described in more:
             rows.update(described.demand)
-        return self._shared.beside([described.largest for described in more]), rows
+        sizes = self._shared.beside([described.largest for described in more if described.row is None])
+        tabled = [described.row for described in more if described.row is not None]
+        if self._scheduler is not None and self._table is not None:
+            if tabled and not self._table.is_open:
+                rows[REQUESTS] = ROWS
+            least = self._scheduler.size(tabled, rows)
+            sizes = [size for size in sizes if size is not self._least] + ([] if least is None else [least])
+        return sizes, rows
 
     def _has_room(self, sizes: Sequence[StepSize], rows: Mapping[State, int]) -> bool:
         """Whether each of the steps fits, with these rows taken."""
@@ -250,7 +267,11 @@ class Session(ClosesOnExit):
             open_state=self._runner.open_rows,
         )
         decode = self._tokenizer().decode if is_text(described.submission.prompt) else None
-        request = LiveRequest(self._submitted, described.submission, canvas, described.largest, decode)
+        request: LiveRequest
+        if described.row is not None and self._table is not None:
+            request = TabledRequest(self._submitted, described.submission, canvas, described.row, self._table, decode)
+        else:
+            request = LiveRequest(self._submitted, described.submission, canvas, described.largest, decode)
         self._submitted += 1
         request.waiting_since = self._turns
         return request
@@ -259,8 +280,12 @@ class Session(ClosesOnExit):
         """Take the request's rows and let it ask for its first step."""
         self._given.add(request)
         self._live[request] = None
-        self._shared.add(request, request.largest)
+        if not isinstance(request, TabledRequest):
+            self._shared.add(request, request.largest)
         request.begin()
+        if self._scheduler is not None and isinstance(request, TabledRequest):
+            self._scheduler.add(request)
+            self._tell_least()
         if request.generation is not None:
             self._forget(request)
 
@@ -268,11 +293,22 @@ class Session(ClosesOnExit):
         """Remove a request from the live ones; False if it was not live."""
         if request not in self._live:
             return False
+        if self._scheduler is not None and isinstance(request, TabledRequest):
+            self._scheduler.forget(request)
+            self._tell_least()
         self._shared.remove(request)
         del self._live[request]
         return True
 
-    def advance(self, steps: int = 1) -> list[Step]:
+    def _tell_least(self) -> None:
+        """Tell other sessions the smallest step that serves the table."""
+        assert self._scheduler is not None
+        self._shared.remove(self._scheduler)
+        self._least = self._scheduler.size((), {})
+        if self._least is not None:
+            self._shared.add(self._scheduler, [self._least])
+
+    def advance(self, steps: int = 1) -> Steps:
         """Run up to `steps` steps, each for the group that has waited longest.
 
         If a callback raises, its request goes on with the next call. If an algorithm raises, its request ends as "failed". The
@@ -280,7 +316,7 @@ class Session(ClosesOnExit):
 
         Returns
         -------
-        list of Step
+        Steps
             What each step did for each of its requests, in order.
 
         Raises
@@ -290,36 +326,72 @@ class Session(ClosesOnExit):
         """
         if not is_integer(steps):
             raise UsageError(f"steps: expected an integer, got {steps!r}.")
-        done: list[Step] = []
+        done = Steps()
         try:
             done, self._untold = self._untold, done
             for _ in range(steps):
                 with interrupts_held(), self._runner.exclusive():
                     if self._giving:
                         raise UsageError("a callback cannot advance its session: return, and advance it from outside.")
+                    scheduler, tabled = self._scheduler, self._next_is_tabled()
+                    served = None
                     with interrupts_let_through():
-                        group, results, launched = self._next_results()
-                    if not group:
+                        if scheduler is not None and tabled:
+                            served = scheduler.step()
+                        else:
+                            group, results, launched = self._next_results()
+                    if served is None and not group:
                         break
-                    if launched:  # the outcome is in: a canvas on the device has it, and the step cannot run again
+                    if served is None and launched:  # the outcome is in: the step cannot run again
                         del self._launched[0]
                     self._turns += 1
-                    self._giving = True
+                    self._giving, self._tabled_last = True, tabled
                     try:
-                        self._give(group, results, done)
+                        if served is None:
+                            self._give(group, results, done)
+                        else:
+                            done.add(served)
+                            self._show(served)
                     finally:
                         self._giving = False
         except BaseException:
-            self._untold += done
+            self._untold.add(done)
             raise
         return done
 
-    def _give(self, group: Sequence[LiveRequest], results: Sequence[StepResult], done: list[Step]) -> None:
+    def _next_is_tabled(self) -> bool:
+        """Whether the table has the next step: it and the others take turns."""
+        if self._scheduler is None or not self._scheduler.live:
+            return False
+        return self._scheduler.count == len(self._live) or not self._tabled_last
+
+    def _show(self, served: ServedSteps) -> None:
+        """End the requests that a step has ended, and tell whoever wants to know; the first error is raised when all is done."""
+        raised = list[BaseException]()
+        for place in served.noted:
+            request = served.requests[place]
+            if request.generation is not None:  # a callback has cancelled it
+                continue
+            try:
+                with interrupts_held():
+                    step = served[place] if request.told else None
+                    if served.ends(place):
+                        self._forget(request)
+                        request.end()
+                    if step is not None:
+                        request.tell(step)
+            except BaseException as error:
+                raised.append(error)
+        if raised:
+            raise raised[0]
+
+    def _give(self, group: Sequence[LiveRequest], results: Sequence[StepResult], done: Steps) -> None:
         """Give each request its outcome, unless a callback has cancelled it, and list what was done.
 
         All requests get their outcomes, also after a callback has raised; the first error is raised then.
         """
-        raised = list[BaseException]()
+        raised, mine = list[BaseException](), list[Step]()
+        done.add(mine)
         for request, result in zip(group, results, strict=True):
             for step in self._launched:
                 step.proceed()
@@ -328,8 +400,8 @@ class Session(ClosesOnExit):
             request.waiting_since = self._turns
             try:
                 with interrupts_held():
-                    done.append(request.take(result))
-                    request.tell(done[-1])
+                    mine.append(request.take(result))
+                    request.tell(mine[-1])
             except BaseException as error:
                 raised.append(error)
             if request.generation is not None:
@@ -348,7 +420,7 @@ class Session(ClosesOnExit):
             self.launched_in_vain += 1
             del self._launched[0]
         if not self._launched:
-            group = self._next_group(self.live)
+            group = self._next_group(self._asking)
             crew = self._crew(group)
             if crew is None:
                 return group, self._runner.step(_of_one_phase(_asked_by(group))) if group else [], False
@@ -372,9 +444,10 @@ class Session(ClosesOnExit):
             return list(group)
         tokens = sum(one.token_ids.numel() for one in chain(asked, *(step.requests for step in self._launched)))
         least = CREW_TOKENS * (EXPERTS if self._runner.architecture.feed_forward.experts else 1)
-        if len(self._live) < 2 or tokens < 2 * least or not self._runner.asynchronous:
+        live = len(self._asking)
+        if live < 2 or tokens < 2 * least or not self._runner.asynchronous:
             return None
-        half = -(-len(self._live) // 2)
+        half = -(-live // 2)
         if len(group) <= half:
             return list(group)
         # mixes first and later steps of blocks: crews whose steps are alike need fewer plans
@@ -391,7 +464,7 @@ class Session(ClosesOnExit):
             self._get_ready(group)
             return
         busy = {*group}
-        other = self._next_group([request for request in self.live if request not in busy])
+        other = self._next_group([request for request in self._asking if request not in busy])
         crew = None if _on_device(_asked_by(other)) else self._crew(other)
         if crew:
             self._launch(_asked_by(crew))
@@ -403,7 +476,7 @@ class Session(ClosesOnExit):
     def _waiting_for(self, step: _Asked) -> list[tuple[int, LiveRequest]]:
         """Live requests that still ask for a launched step, with their places in it."""
         places = {id(one): place for place, one in enumerate(step.requests)}
-        return [(places[id(request.pending)], request) for request in self.live if id(request.pending) in places]
+        return [(places[id(request.pending)], request) for request in self._asking if id(request.pending) in places]
 
     def _get_ready(self, group: Sequence[LiveRequest]) -> None:
         """Launch the step that most likely follows, or prepare each step that may follow if none is likely enough.
@@ -415,7 +488,8 @@ class Session(ClosesOnExit):
         doubt = sum(one.doubt for one in following.values())
         for place in range(min([len(one.requests) for one in following.values()], default=0)):
             asked = [
-                following[request].requests[place] if request in following else request.pending for request in self.live
+                following[request].requests[place] if request in following else request.pending
+                for request in self._asking
             ]
             step = [one for one in asked if one is not None]
             if not step or len({group_of(one.covering, self._runner.architecture) for one in step}) > 1:
@@ -424,6 +498,11 @@ class Session(ClosesOnExit):
                 self._launch(step)
                 return
             self._runner.prepare(_of_one_phase(step))
+
+    @property
+    def _asking(self) -> list[LiveRequest]:
+        """The live requests that ask for steps of the host."""
+        return [request for request in self._live if request.pending is not None]
 
     def _next_group(self, among: Sequence[LiveRequest]) -> list[LiveRequest]:
         """The group of the request that has waited longest."""
@@ -457,6 +536,8 @@ class Session(ClosesOnExit):
         """Cancel what is live, all of it where a streamer raises too. Closing twice is fine."""
         with interrupts_held(), self._runner.exclusive(), ExitStack() as ending:
             self._closed = True
+            if self._table is not None:
+                ending.callback(self._table.close)
             for request in reversed(self.live):
                 ending.callback(self.cancel, request)
 

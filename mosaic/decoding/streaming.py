@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -14,7 +15,7 @@ from mosaic.errors import UsageError
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
 
-__all__ = ["DraftStreamer", "OnStep", "Step", "Streamer", "of_each"]
+__all__ = ["DraftStreamer", "OnStep", "Step", "Steps", "Streamer", "of_each"]
 
 
 class Streamer(Protocol):
@@ -85,6 +86,38 @@ class Step:
 
 
 OnStep: TypeAlias = Callable[[Step], None]
+
+
+class Steps(Sequence[Step]):
+    """What steps did for each of their requests, in order; what nobody looks at is not made."""
+
+    def __init__(self) -> None:
+        self._parts: list[Sequence[Step]] = []
+
+    def add(self, part: Sequence[Step]) -> None:
+        """Append what further steps did."""
+        self._parts.append(part)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    @overload
+    def __getitem__(self, at: int) -> Step: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Step]: ...
+    def __getitem__(self, at: int | slice) -> Step | Sequence[Step]:
+        return [*self][at]
+
+    def __iter__(self) -> Iterator[Step]:
+        return chain.from_iterable(self._parts)
+
+    def __eq__(self, other: object) -> bool:
+        return [*self] == [*other] if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr([*self])
 
 
 def of_each(what: str, given: Any, prompts: int) -> list[Any]:

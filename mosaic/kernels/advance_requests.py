@@ -46,7 +46,7 @@ def bind(
                 return
             column, line = columns[request], said[i]
             line[Reported.ROW], line[Reported.BEGIN], line[Reported.TOKENS] = request, first, end - start
-            line[Reported.START] = column[Column.START]
+            line[Reported.START], line[Reported.ROWS] = column[Column.START], to_row
             if column[Column.WRITTEN] < column[Column.PREFIX]:
                 column[Column.WRITTEN] += end - start
             else:
@@ -117,6 +117,7 @@ def reference(
             by_blocks = own[Column.WINDOW] == BY_BLOCKS
             own[Column.START], own[Column.NUMBER], own[Column.BEFORE] = stop, 0, own[Column.BLOCK] if by_blocks else 0
             own[Column.OPEN] = min(own[Column.BLOCK], own[Column.LENGTH] - stop)
-        report[i] = torch.tensor([*line, found[0] + 1 if found else final, masked, ended, *own[Column.WRITTEN :]])
+        state = [found[0] + 1 if found else final, masked, ended, int(cu_rows[i + 1])]
+        report[i] = torch.tensor([*line, *state, *own[Column.WRITTEN :]])
         after[request] = torch.tensor(own)
     return {"table": after, "report": report}

@@ -23,29 +23,26 @@ __all__ = ["bind", "launch", "reference"]
 def bind(
     *,
     table: Tensor,
-    own: Tensor,
+    room: Tensor,
     row: Tensor,
     begin: Tensor,
     seen: Tensor,
     cu_seqlens: Tensor,
     cu_rows: Tensor,
     cu_extents: Tensor,
-    sequences: int,
-    tokens: int,
-    rows: int,
-    extents: int,
+    sequences: int = 0,
     scratch: Tensor | None = None,
 ) -> Run:
     """Update SERVED in the table, and write all outputs."""
-    table_SC, range_, bounds = table.numpy(), own.numpy(), (cu_seqlens, cu_rows, cu_extents)
+    table_SC, given, bounds = table.numpy(), room.numpy(), (cu_seqlens, cu_rows, cu_extents)
     of_windows, ends = (row.numpy(), begin.numpy(), seen.numpy()), [each.numpy() for each in bounds]
 
     def run() -> None:
-        first, count = range_[0]
+        first, count, *most = given[0].tolist()
         mine = table_SC[first : first + count]
         for values, nothing in zip(of_windows, (-1, 0, 0), strict=True):
             values.fill(nothing)
-        windows = [*_served(mine, sequences, tokens, rows, extents)]
+        windows = [*_served(mine, len(of_windows[0]), *most)]
         turn = mine[:, Column.SERVED].max(initial=0) + 1
         for i, window in enumerate(windows):
             if window.rows:
@@ -104,9 +101,9 @@ def _served(mine: np.ndarray, sequences: int, tokens: int, rows: int, extents: i
             break
 
 
-def reference(*, table: Tensor, own: Tensor, sequences: int, tokens: int, rows: int, extents: int) -> dict[str, Tensor]:
+def reference(*, table: Tensor, room: Tensor, sequences: int) -> dict[str, Tensor]:
     """Return the table after the step and all outputs, a request at a time, in plain Python."""
-    after, (first, count) = table.clone(), own[0].tolist()
+    after, (first, count, tokens, rows, extents) = table.clone(), room[0].tolist()
     requests = [_Asking(number, table[number].tolist()) for number in range(first, first + count)]
     turn = max((one[Column.SERVED] for one in requests), default=0) + 1
     asking = sorted((one for one in requests if one.runs), key=lambda one: (one[Column.SERVED], one.number))

@@ -36,9 +36,9 @@ def bind(
     extents: Tensor,
     quota: Tensor,
     threshold: Tensor,
-    tokens: int,
-    most: int,
-    count: int,
+    tokens: int = 0,
+    most: int = 0,
+    count: int = 0,
     scratch: Tensor | None = None,
 ) -> Run:
     """Write all outputs."""

@@ -205,10 +205,11 @@ def _inputs(phase: Phase, arch: Architecture) -> tuple[Input, ...]:
         Input(name=name, dtype="int64", per="row", index=True, value=value, copy=copy)
         for copy, name in enumerate(("rows", "unconditional_rows")[: phase.copies])
     ]
-    own = [entry for part in phase.parts for entry in part.inputs(arch) if entry.name not in phase.tokens.computes]
+    own = [entry for part in phase.parts for entry in part.inputs(arch)]
     if phase.cached and phase.head.decides and ROW_BOUNDS.name not in (entry.name for entry in own):
         own.append(ROW_BOUNDS)
-    return (*own, *(rows if phase.head.decides else ()), *([NOISE] if phase.noisy else ()))
+    all_inputs = (*own, *(rows if phase.head.decides else ()), *([NOISE] if phase.noisy else ()))
+    return tuple(entry for entry in all_inputs if entry.name not in phase.tokens.computes)
 
 
 def before(request: Any) -> Any:

@@ -34,6 +34,8 @@ class State:
     extents
         Its layout: whether neighbouring rows that an owner is given at once are an extent, which operators lay out as one,
         and which goes back as one. Otherwise each row is laid out, and goes back, by itself.
+    together
+        Whether the rows that an owner is given at once lie side by side: then holes that are too small are left.
     least_rows
         Rows that steps are planned for at least, so that few plans serve while rows get more: few, where a row is large.
 
@@ -53,6 +55,7 @@ class State:
     dtype: str = ""
     extents: bool = False
     least_rows: int = 64
+    together: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype and self.dtype not in ITEMSIZE:

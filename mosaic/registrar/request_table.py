@@ -94,5 +94,7 @@ class Reported(IntEnum):
     """Positions of the answer where nothing is decided."""
     END = 6
     """0, `LENGTH` or `EOS`."""
-    WRITTEN = 7
+    ROWS = 7
+    """Where its rows to decide end among those of the step."""
+    WRITTEN = 8
     """From here on the columns that have changed, as they are in the table."""

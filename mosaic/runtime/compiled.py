@@ -31,6 +31,7 @@ from mosaic.runtime.launched import Launched
 from mosaic.runtime.outputs import MemoryReport, StepOutput, output_of
 from mosaic.runtime.packing import PackedStep, pack_step
 from mosaic.runtime.recent import Recent
+from mosaic.runtime.request_table import RequestTable
 from mosaic.runtime.state_rows import OwnedRows
 from mosaic.runtime.step_plans import Settings
 from mosaic.runtime.steps import StepRequest, StepResult
@@ -233,6 +234,10 @@ class CompiledModel(Face):
     def sharing(self) -> SharedSizes:
         """Start to count what the live requests of one session come to share, beside those of the model's other sessions."""
         return self._engine.sharing()
+
+    def request_table(self) -> RequestTable | None:
+        """Return a table for the requests of a session; None where the model's steps have not been tried so."""
+        return None if self.asynchronous else RequestTable(self._engine)
 
     @property
     def state_rows(self) -> Mapping[str, int]:

@@ -28,7 +28,7 @@ from mosaic.runtime.packing import PackedStep
 from mosaic.runtime.poison import POISON
 from mosaic.runtime.recent import Recent
 from mosaic.runtime.sharing import SharedSizes
-from mosaic.runtime.spans import Span, joined, total, without
+from mosaic.runtime.spans import Span, joined, without
 from mosaic.runtime.state_rows import RowTable
 from mosaic.runtime.step_memory import StepMemory
 from mosaic.runtime.step_plans import Settings, StepPlans
@@ -194,7 +194,9 @@ class Engine:
             raise UsageError(f"the state '{state.name}' is {other}, asked for {state}: give one of them another name.")
         if state not in self._tables:
             taken = self._fresh.setdefault(state, []).extend if self.debug == "poison" else None
-            self._tables[state] = RowTable(state.name, extents=state.extents, turns=self.turns, taken=taken)
+            self._tables[state] = RowTable(
+                state.name, extents=state.extents, together=state.together, turns=self.turns, taken=taken
+            )
         return self._tables[state]
 
     @property
@@ -209,11 +211,10 @@ class Engine:
 
     def states_with(self, more: Mapping[State, int]) -> dict[State, int]:
         """Return the rows of each state once `more` are taken: those that nobody owns are handed out first."""
-        found = dict.fromkeys(more, 0) | self.states
-        for state, count in more.items():
-            free = self._tables[state].free if state in self._tables else ()
-            found[state] += max(count - total(free), 0)
-        return found
+        with_more = {
+            state: self._tables[state].room(count) if state in self._tables else count for state, count in more.items()
+        }
+        return self.states | with_more
 
     def scattered(self, sizes: Iterable[StepSize]) -> list[StepSize]:
         """Return the same steps where the rows of their sequences lie in as many extents as they may come to lie in."""

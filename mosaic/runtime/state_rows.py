@@ -13,7 +13,7 @@ from torch import Tensor
 from mosaic.errors import UsageError
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.range_pool import ClosesOnExit
-from mosaic.runtime.spans import Span, Spans, joined
+from mosaic.runtime.spans import Span, Spans, joined, total
 
 __all__ = ["OwnedRows", "RowTable"]
 
@@ -31,6 +31,8 @@ class RowTable:
     extents
         Whether neighbouring rows that are handed out at once go back at once, when their owner has dropped the last of
         them: for states whose rows are laid out so (`mosaic.models.state.State`).
+    together
+        Whether rows that are handed out at once lie side by side: holes that are too small are left.
     turns
         Held while rows change hands: a re-entrant lock, the same that steps hold while they run.
     taken
@@ -55,10 +57,11 @@ class RowTable:
         name: str,
         *,
         extents: bool = False,
+        together: bool = False,
         turns: AbstractContextManager[object] | None = None,
         taken: Callable[[Spans], None] | None = None,
     ) -> None:
-        self.name, self.in_extents = name, extents
+        self.name, self.in_extents, self.together = name, extents, together
         self.turns = turns if turns is not None else RLock()
         self._taken = taken
         self._owned: list[OwnedRows] = []
@@ -93,6 +96,10 @@ class RowTable:
         """Rows `[start, end)` below `rows` that nobody owns."""
         return self._free
 
+    def room(self, count: int) -> int:
+        """Return the rows that the state has to have once `count` more are handed out, to any number of owners."""
+        return self.rows + (count if self.together else max(count - total(self._free), 0))
+
     def most_extents(self, owners: int) -> int:
         """Return how many extents there may be once so many more owners have reserved, each at once: a hole is filled or
         cut, or rows come at the end."""
@@ -102,11 +109,14 @@ class RowTable:
         """Hand out `count` rows, free ones first."""
         self.changes += 1
         found: list[Span] = []
-        while count and self._free:
-            start, end = self._free.pop(0)
+        least = count if self.together else 1
+        while count:
+            at = next((at for at, (start, end) in enumerate(self._free) if end - start >= least), None)
+            if at is None:
+                break
+            start, end = self._free[at]
             mine = start, min(end, start + count)
-            if mine[1] < end:
-                self._free.insert(0, (mine[1], end))
+            self._free[at : at + 1] = [(mine[1], end)] if mine[1] < end else []
             found.append(mine)
             count -= mine[1] - mine[0]
         if count:

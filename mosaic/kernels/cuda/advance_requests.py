@@ -104,6 +104,7 @@ def advance_requests_kernel(
     tl.store(said + 4, tl.where(first_stop < FAR, first_stop + 1, final))
     tl.store(said + 5, masked)
     tl.store(said + 6, ended.to(tl.int64))
+    tl.store(said + 7, last_row.to(tl.int64))
     blocks = tl.load(line + WINDOW) == BY_BLOCKS
     before = tl.where(done, tl.where(blocks, block, 0), before)
     open_left = tl.where(done, tl.minimum(block, tl.load(line + LENGTH) - stop), open_left)

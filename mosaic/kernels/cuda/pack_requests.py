@@ -21,10 +21,10 @@ MOST: Final = 1024
 COMPARED: Final = 16
 
 
-@triton.jit(do_not_specialize=["sequences", "tokens", "rows", "extents"])
+@triton.jit(do_not_specialize=["sequences"])
 def pack_requests_kernel(
     table,
-    own,
+    room,
     row,
     begin,
     seen,
@@ -32,16 +32,14 @@ def pack_requests_kernel(
     cu_rows,
     cu_extents,
     sequences,
-    tokens,
-    rows,
-    extents,
     PATIENCE: tl.constexpr,
     KEPT_SHARE: tl.constexpr,
     LANES: tl.constexpr,
     COMPARED: tl.constexpr,
     WINDOWS: tl.constexpr,
 ):
-    first, count = tl.load(own), tl.load(own + 1)
+    first, count, tokens = tl.load(room), tl.load(room + 1), tl.load(room + 2)
+    rows, extents = tl.load(room + 3), tl.load(room + 4)
     lane = tl.arange(0, LANES)
     known = lane < count
     line = table + (first + lane) * C
@@ -81,8 +79,8 @@ def pack_requests_kernel(
     decided_tokens = tl.sum(tl.where(taken, length, 0), 0)
     all_rows = tl.sum(tl.where(taken, own_rows, 0), 0)
     decided_extents = tl.sum(tl.where(taken, own_extents, 0), 0)
-    room = tl.maximum(tl.minimum(tokens - decided_tokens - prompt_tokens, length), 0)
-    given = tl.where(fills, room // block * block, 0)
+    left = tl.maximum(tl.minimum(tokens - decided_tokens - prompt_tokens, length), 0)
+    given = tl.where(fills, left // block * block, 0)
     reads = fills & (given > 0) & (decided + prompts < sequences)
     reads = reads & (decided_extents + prompt_extents + own_extents <= extents)
 
@@ -122,22 +120,19 @@ def zero_of(bound):
 def launch(
     *,
     table: Tensor,
-    own: Tensor,
+    room: Tensor,
     row: Tensor,
     begin: Tensor,
     seen: Tensor,
     cu_seqlens: Tensor,
     cu_rows: Tensor,
     cu_extents: Tensor,
-    sequences: int,
-    tokens: int,
-    rows: int,
-    extents: int,
+    sequences: int = 0,
     scratch: Tensor | None = None,
 ) -> None:
     """Update SERVED in the table, and write all outputs."""
     pack_requests_kernel[(1,)](
-        table, own, row, begin, seen, cu_seqlens, cu_rows, cu_extents, sequences, tokens, rows, extents,
+        table, room, row, begin, seen, cu_seqlens, cu_rows, cu_extents, row.shape[0],
         PATIENCE=PATIENCE, KEPT_SHARE=KEPT_SHARE, LANES=power_of_two(table.shape[0], MOST, 16), COMPARED=COMPARED,
         WINDOWS=64, num_warps=8,
     )  # fmt: skip

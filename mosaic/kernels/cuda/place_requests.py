@@ -103,14 +103,15 @@ def launch(
     extents: Tensor,
     quota: Tensor,
     threshold: Tensor,
-    tokens: int,
-    most: int,
-    count: int,
+    tokens: int = 0,
+    most: int = 0,
+    count: int = 0,
     scratch: Tensor | None = None,
 ) -> None:
     """Write all outputs."""
     sequences = row.shape[0]
     place_requests_kernel[(sequences + 1,)](
         table, canvas, held_extents, row, begin, cu_seqlens, cu_rows, cu_extents, positions, token_rows, rows,
-        decided_rows, extents, quota, threshold, sequences, tokens, most, count, AT_ONCE=AT_ONCE,
+        decided_rows, extents, quota, threshold, sequences, positions.shape[0], rows.shape[0],
+        extents.shape[0], AT_ONCE=AT_ONCE,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from mosaic.models.parts.guidance import GUIDED, Guidance
 from mosaic.models.parts.heads import NO_HEAD, NUCLEUS, SAMPLE, STATISTICS, Head
 from mosaic.models.parts.logits import LOGITS, ReturnedLogits
 from mosaic.models.parts.part import Part
+from mosaic.models.parts.table import HELD_EXTENTS, REQUESTS, TABLED, Tabled
 from mosaic.models.parts.windows import APART, CANVAS, ENTERED, STAYING, Apart, OnDevice, Windows
 
 __all__ = [
@@ -14,15 +15,18 @@ __all__ = [
     "CANVAS",
     "ENTERED",
     "GUIDED",
+    "HELD_EXTENTS",
     "KEPT",
     "KV",
     "LOGITS",
     "MIXED",
     "NO_HEAD",
     "NUCLEUS",
+    "REQUESTS",
     "SAMPLE",
     "STATISTICS",
     "STAYING",
+    "TABLED",
     "WHOLE",
     "Apart",
     "CachePolicy",
@@ -37,5 +41,6 @@ __all__ = [
     "ReturnedLogits",
     "Rule",
     "Score",
+    "Tabled",
     "Windows",
 ]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["APART", "CANVAS", "ENTERED", "OPEN", "STAYING", "WINDOWS", "Apart", "OnDevice", "Windows"]
 
-CANVAS: Final = State(name="canvas", dtype="int64")
+CANVAS: Final = State(name="canvas", dtype="int64", together=True)
 """A token for each position of a request, `OPEN` where nothing is decided."""
 
 

@@ -1,4 +1,4 @@
-"""A table of requests after a step: what was committed is taken, blocks and requests end, and report[B, 14] says how all stand.
+"""A table of requests after a step: what was committed is taken, blocks and requests end, and report[B, W] says how all stand.
 
 Operands are those of `place_requests`, with canvas[R] after the decisions of the step, and committed[M]. For window i:
 

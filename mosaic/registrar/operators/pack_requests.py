@@ -1,7 +1,7 @@
 """Which requests of a table the next step serves, and the bounds of their windows, as far as the step has room.
 
-table[S, C] has a row a request (`mosaic.registrar.request_table`); those from own[0, 0] on, own[0, 1] of them, are looked at. A
-request whose state is RUNNING wants
+table[S, C] has a row a request (`mosaic.registrar.request_table`); room[0] = first, count, tokens, rows,
+extents. The `count` rows from `first` on are looked at. A request whose state is RUNNING wants
 
 - while WRITTEN < PREFIX, the next tokens of its prompt, whole blocks and as many as there are, and decides no row;
 - else a step of its block, as WINDOW says. It decides the OPEN rows; if IN_ORDER, at most as many as it commits.
@@ -36,11 +36,11 @@ def rules(*, C: Dim, **_: object) -> None:
 OPERATOR = Operator(
     name="pack_requests",
     operands="""
-        table!@:i64[S, C] own@:i64[1, 2]
+        table!@:i64[S, C] room@:i64[1, 5]
         -> row:i64[sequences] begin:i32[sequences] seen:i32[sequences]
         cu_seqlens:i32[sequences+1] cu_rows:i32[sequences+1] cu_extents:i32[sequences+1]
     """,
-    attrs="sequences tokens rows extents",
+    attrs="sequences",
     rules=rules,
     implementations=(
         Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.pack_requests"),

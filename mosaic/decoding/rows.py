@@ -1,0 +1,91 @@
+"""A request as a row of a table on the device: what an algorithm says of it, and its columns.
+
+An algorithm whose steps follow from a few numbers describes its requests so (`Algorithm.row`). Others, and requests with policies,
+are generators on the host.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mosaic.decoding.noise import key_of
+from mosaic.kernels.shared.requests import bits
+from mosaic.models.parts import CANVAS, HELD_EXTENTS, KEPT, KV, STATISTICS, TABLED, Commit
+from mosaic.models.phase import Phase
+from mosaic.registrar.operators.read_canvas import OPEN
+from mosaic.registrar.request_table import BY_BLOCKS, COLUMNS, STOPS, Column
+
+if TYPE_CHECKING:
+    from mosaic.decoding.canvas import Canvas, Sampling
+    from mosaic.models.state import State
+
+__all__ = ["ALL", "PHASE", "TableRow", "columns_of", "demand_of"]
+
+PHASE: Final = Phase(tokens=TABLED, cache=KEPT, head=STATISTICS, commit=Commit(score="confidence", rule="dynamic"))
+"""The kind of step that serves a table: `dynamic` is every rule that commits at least a quota and all above a threshold."""
+ALL: Final = float("inf")
+"""The threshold of a rule that commits a quota alone."""
+
+
+class TableRow(NamedTuple):
+    """What an algorithm says of a request.
+
+    Parameters
+    ----------
+    sampling
+        Which head draws its tokens.
+    start, prefix
+        Where its first block begins, and the tokens before it whose keys are written first.
+    length, block, window
+        Positions of the canvas, tokens of a block, and what its steps compute (`mosaic.registrar.request_table`).
+    steps
+        How many steps share the tokens of a block evenly; 0: each commits one.
+    threshold
+        Above it a token is committed in any case.
+    in_order
+        Whether steps decide the first open positions alone.
+    """
+
+    sampling: Sampling
+    start: int
+    prefix: int
+    length: int
+    block: int
+    window: int = BY_BLOCKS
+    steps: int = 0
+    threshold: float = ALL
+    in_order: bool = False
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of its largest step that cannot be cut."""
+        if self.window != BY_BLOCKS:
+            return self.length
+        return self.block * (2 if self.length - self.start > self.block else 1)
+
+
+def demand_of(row: TableRow, holes: int) -> dict[State, int]:
+    """Return the rows of each state that a request takes; its keys lie in an extent more than there are holes, at most."""
+    return {KV: row.length, CANVAS: row.length, HELD_EXTENTS: holes + 1}
+
+
+def columns_of(row: TableRow, canvas: Canvas) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the columns of a request that has not begun, [COLUMNS], and its canvas, [N], `OPEN` where nothing is decided."""
+    config, column = canvas.config, np.zeros(COLUMNS, dtype=np.int64)
+    tokens = np.where(canvas.mask_array, OPEN, canvas.token_array)
+    stops = (*canvas.architecture.eos_token_ids, *[-1] * STOPS) if config.stop_at_eos else [-1] * STOPS
+    steps = min(row.steps or row.block, row.block)
+    given = {
+        Column.PROMPT: canvas.prompt_len, Column.END: canvas.end, Column.LENGTH: row.length, Column.PREFIX: row.prefix,
+        Column.BLOCK: row.block, Column.WINDOW: row.window, Column.QUOTA: row.block // steps, Column.MORE: row.block % steps,
+        Column.IN_ORDER: int(row.in_order), Column.TOP_K: row.sampling.top_k, Column.NOISE: key_of(config.seed, canvas.request),
+        Column.THRESHOLD: bits(row.threshold), Column.TEMPERATURE: bits(row.sampling.temperature),
+        Column.TOP_P: bits(row.sampling.top_p), Column.START: row.start,
+        Column.OPEN: int(canvas.mask_array[row.start : row.start + row.block].sum()),
+    }  # fmt: skip
+    column[[int(key) for key in given]] = list(given.values())
+    column[Column.STOP : Column.STOP + STOPS] = stops[:STOPS]
+    return column, tokens

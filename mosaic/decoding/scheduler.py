@@ -1,0 +1,166 @@
+"""Which step a session's table takes next: how many tokens and rows to decide there is room for.
+
+The device chooses whom a step serves (`pack_requests`). The host chooses the size, a rung of a ladder, by what it knows of the
+table: on a device that is a step late. Requests inside a block come first. Prompts get what is left, in chunks, as far as running
+blocks are not delayed beyond a bound.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from mosaic.decoding.rows import PHASE
+from mosaic.decoding.tabled import ServedSteps
+from mosaic.kernels.shared.requests import wanted
+from mosaic.models.step import StepSize, bucket
+from mosaic.registrar.request_table import Reported
+from mosaic.runtime.request_table import ROWS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from mosaic.decoding.rows import TableRow
+    from mosaic.decoding.tabled import TabledRequest
+    from mosaic.models.state import State
+    from mosaic.runtime.request_table import RequestTable
+    from mosaic.runtime.steps import StepRunner
+
+__all__ = ["DELAY_MS", "MOST_TOKENS", "Scheduler"]
+
+MOST_TOKENS: Final = 8192
+"""Tokens of a step that nobody needs to be larger."""
+DELAY_MS: Final = 50.0
+"""Longest step with prompts in it, as predicted, unless the step without them is longer."""
+SHARES: Final = 8
+"""Rungs between a number of blocks and twice as many."""
+AHEAD: Final = 2
+"""Steps that are launched before the first of them is read, on a device."""
+
+
+class Scheduler:
+    """The requests of a session that are rows of a table, and their steps; the session holds the model.
+
+    Parameters
+    ----------
+    runner
+        The model.
+    table
+        Of the session.
+
+    Attributes
+    ----------
+    in_vain
+        Steps that served nobody who was still live.
+    """
+
+    def __init__(self, runner: StepRunner, table: RequestTable) -> None:
+        self._runner, self._table = runner, table
+        self._requests: NDArray[Any] = np.full(ROWS, None, dtype=object)
+        self._live = np.zeros(ROWS, dtype=np.bool_)
+        self._waiting: deque[TabledRequest] = deque()
+        self._least = self._block = (
+            0  # of live requests: tokens of the largest step that cannot be cut, the smallest block
+        )
+        self._rows = 0
+        self.in_vain = 0
+
+    @property
+    def count(self) -> int:
+        """How many requests there are."""
+        return len(self._waiting) + int(self._live.sum())
+
+    @property
+    def live(self) -> bool:
+        """Whether there is one."""
+        return self.count > 0
+
+    def size(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> StepSize | None:
+        """Return the smallest step that serves any live request and these, beside `more` rows of states; None if there is none."""
+        found = [*rows]
+        least = max([row.most_tokens for row in found], default=0)
+        if not self.live and not found:
+            return None
+        block = min([row.block for row in found] + ([self._block] if self.live else []))
+        most = max([row.block for row in found], default=0)
+        if self.live:
+            least, most = max(least, self._least), max(most, self._rows)
+        return self._table.size(PHASE, _rung(least, block), block, most, more)
+
+    def add(self, request: TabledRequest) -> None:
+        """Take a request that has begun."""
+        row = request.row
+        if not self.live:
+            self._least = self._rows = 0
+            self._block = row.block
+        self._least, self._rows = max(self._least, row.most_tokens), max(self._rows, row.block)
+        self._block = min(self._block, row.block)
+        self._placed(request)
+
+    def _placed(self, request: TabledRequest) -> None:
+        if request.place is None:
+            self._waiting.append(request)
+        else:
+            self._requests[request.place], self._live[request.place] = request, True
+
+    def forget(self, request: TabledRequest) -> None:
+        """Let go of a request; it has its row still, or waits for one."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        elif request.place is not None:
+            self._requests[request.place], self._live[request.place] = None, False
+
+    def step(self) -> ServedSteps:
+        """Run a step; on a device, launch the one after it before its outcome is waited for."""
+        table, most = self._table, AHEAD if self._runner.asynchronous else 1
+        while True:
+            while table.in_flight < most and self.live:
+                self._launch()
+            served = table.read()
+            numbers = served.report[:, Reported.ROW]
+            places = self._live[numbers].nonzero()[0]
+            if len(places):
+                return ServedSteps(served, places, self._requests[numbers[places]])
+            self.in_vain += 1
+
+    def drain(self) -> None:
+        """Read what was launched, for nobody."""
+        while self._table.in_flight:
+            self._table.read()
+            self.in_vain += 1
+
+    def _launch(self) -> None:
+        while self._waiting and self._waiting[0].enter():
+            self._placed(self._waiting.popleft())
+        columns = self._table.columns
+        asked = wanted(columns)
+        length = asked.end - asked.begin
+        decides, fills = asked.running & ~asked.fills, asked.running & asked.fills
+        deciding, prompts = int(length[decides].sum()), int(length[fills].sum())
+        rows = min(max(int(asked.rows[decides].sum()), self._rows), deciding or self._rows)
+        least = max(self._least, min(deciding, MOST_TOKENS))
+        blocks = self._room(
+            least, min(deciding + prompts, max(least, MOST_TOKENS)), rows, several=deciding > 0 and prompts > 0
+        )
+        self._table.launch(PHASE, blocks, self._block, rows)
+
+    def _room(self, least: int, wanted_tokens: int, rows: int, *, several: bool) -> int:
+        """The blocks of the next step: as many as are asked for, fit, and delay nobody too long."""
+        block, table = self._block, self._table
+        fewest, blocks = _rung(self._least, block), _rung(wanted_tokens, block)
+        while blocks > fewest and not self._runner.admits([table.size(PHASE, blocks, block, rows)], more={}):
+            blocks = max(_rung(blocks * block // 2, block), fewest)
+        if several:
+            own = _rung(least, block)
+            limit = max(DELAY_MS, table.predicted_ms(PHASE, min(own, blocks), block, rows))
+            while blocks > own and table.predicted_ms(PHASE, blocks, block, rows) > limit:
+                blocks = max(_rung(blocks * block // 2, block), own)
+        return blocks
+
+
+def _rung(tokens: int, block: int) -> int:
+    """Blocks that hold so many tokens, rounded up by at most an eighth."""
+    return bucket(-(-tokens // block), share=SHARES)

@@ -1,0 +1,162 @@
+"""A live request that is a row of the session's table, and what a step did for such requests, told when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mosaic.decoding.live import LiveRequest
+from mosaic.decoding.rows import columns_of
+from mosaic.decoding.streaming import Step
+from mosaic.models.parts import CANVAS, HELD_EXTENTS, KV
+from mosaic.registrar.operators.read_canvas import OPEN
+from mosaic.registrar.request_table import Column, Reported
+from mosaic.runtime.interrupts import interrupts_let_through
+
+if TYPE_CHECKING:
+    from mosaic.decoding.canvas import Canvas
+    from mosaic.decoding.live import Submission
+    from mosaic.decoding.rows import TableRow
+    from mosaic.runtime.request_table import RequestTable, Served
+
+__all__ = ["ServedSteps", "TabledRequest"]
+
+
+class TabledRequest(LiveRequest):
+    """A request of a table: the device decodes it, and its canvas on the host is brought up to date when somebody looks.
+
+    Attributes
+    ----------
+    row
+        What its algorithm says of it.
+    place
+        Its row of the table; None while all rows are taken, and once it has ended.
+    """
+
+    def __init__(
+        self, number: int, submission: Submission, canvas: Canvas, row: TableRow, table: RequestTable,
+        decode: Callable[[list[int]], str] | None,
+    ) -> None:  # fmt: skip
+        super().__init__(number, submission, canvas, (), decode)
+        self.row, self.place = row, None
+        self._table = table
+
+    place: int | None
+
+    @property
+    def told(self) -> bool:
+        """Whether somebody wants to know of each of its steps."""
+        return self._submission.on_step is not None or self._submission.streamer is not None
+
+    def begin(self) -> None:
+        """Take the rows of all states, and a row of the table if one is free."""
+        try:
+            self._canvas.reserve()
+            self.enter()
+        except BaseException:
+            self.end("failed")
+            raise
+        if self._submission.streamer is not None:
+            with interrupts_let_through():
+                self._submission.streamer.put(self._canvas.prompt.clone())
+
+    def enter(self) -> bool:
+        """Take a row of the table, if one is free."""
+        canvas = self._canvas
+        self.place = self._table.enter(*columns_of(self.row, canvas), *map(canvas.rows_of, (CANVAS, HELD_EXTENTS, KV)))
+        return self.place is not None
+
+    def look(self) -> None:
+        """Bring canvas and number of steps up to date."""
+        if self.place is None:
+            return
+        canvas, column = self._canvas, self._table.columns[self.place]
+        mine = slice(column[Column.CANVAS], column[Column.CANVAS] + self.row.length)
+        tokens = self._table.tokens[mine]
+        np.equal(tokens, OPEN, out=canvas.mask_array)
+        np.copyto(canvas.token_array, np.where(canvas.mask_array, canvas.architecture.mask_token_id, tokens))
+        np.copyto(canvas.confidence_array, self._table.confidence[mine])
+        canvas.step, canvas.block = (
+            int(column[Column.STEP]),
+            (int(column[Column.START]) - self.row.start) // self.row.block,
+        )
+        self.steps = int(self._table.steps[self.place])
+
+    def tell(self, step: Step) -> None:
+        """Tell the callback and the streamer what a step did."""
+        self.look()
+        super().tell(step)
+
+    def end(self, early: Literal["cancelled", "failed"] | None = None) -> None:
+        """Leave the table, give back all rows and make the generation."""
+        self.look()
+        if self.place is not None:
+            place, self.place = self.place, None
+            self._table.leave(place)
+        super().end(early)
+
+
+class ServedSteps(Sequence[Step]):
+    """What a step did for the requests that it served, each told of when somebody asks.
+
+    Parameters
+    ----------
+    served
+        By the session's table.
+    places
+        int64 [n], which of them are meant.
+    requests
+        Of these, the requests.
+    """
+
+    def __init__(self, served: Served, places: NDArray[np.int64], requests: Sequence[TabledRequest]) -> None:
+        self._served, self._places, self.requests = served, places, requests
+        self._made: dict[int, Step] = {}
+
+    @property
+    def noted(self) -> list[int]:
+        """Which of them have ended, or want to know of each of their steps."""
+        return [at for at, request in enumerate(self.requests) if request.told or self.ends(at)]
+
+    def ends(self, at: int) -> bool:
+        """Whether a request has ended."""
+        return bool(self._served.report[self._places[at], Reported.END])
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, at: int) -> Step: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Step]: ...
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return [self[place] for place in range(len(self))[at]]
+        at = range(len(self))[at]
+        if at not in self._made:
+            self._made[at] = self._step(int(self._places[at]), self.requests[at])
+        return self._made[at]
+
+    def _step(self, place: int, request: TabledRequest) -> Step:
+        served, line = self._served, self._served.report[place]
+        first = int(served.report[place - 1, Reported.ROWS]) if place else 0
+        rows = slice(first, int(line[Reported.ROWS]))
+        taken = served.committed[rows]
+        row, decides = request.row, rows.stop > rows.start
+        return Step(
+            request=request.number,
+            step=int(served.steps[place]),
+            block=(int(line[Reported.START]) - row.start) // row.block,
+            phase="denoise" if decides else "commit",
+            masked=int(line[Reported.MASKED]),
+            positions=torch.from_numpy(served.decided_rows[rows][taken] - int(served.canvas_rows[place])),
+            token_ids=torch.from_numpy(served.chosen[rows][taken]),
+            confidence=torch.from_numpy(served.score[rows][taken]),
+            plan=served.plan,
+            peak_bytes=served.plan.total_bytes,
+            seconds=served.seconds,
+        )

@@ -1,0 +1,131 @@
+"""Tokens of requests that stand in a table on the device: the step itself finds whom it serves, and moves the table on.
+
+A step is planned for a number of tokens, windows, rows to decide and extents of keys. It packs the windows of the requests that
+it has room for, so the host gives it nothing of them, and may launch one step after another. Legend: T tokens, B windows, M rows
+to decide, E extents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from mosaic.models.inputs import Input
+from mosaic.models.parts.windows import CANVAS, Windows
+from mosaic.models.state import State
+from mosaic.registrar.operators.advance_requests import WIDTH
+from mosaic.registrar.operators.read_canvas import OPEN
+from mosaic.registrar.request_table import COLUMNS
+
+if TYPE_CHECKING:
+    from mosaic.models.architecture import Architecture
+    from mosaic.models.inputs import Supply
+    from mosaic.models.parts.part import ResultPer
+    from mosaic.models.step_graph import Ending, StepGraph
+    from mosaic.registrar.graph import Buffer
+
+__all__ = ["HELD_EXTENTS", "REQUESTS", "TABLED", "Tabled"]
+
+REQUESTS: Final = State(name="requests", width=COLUMNS, dtype="int64", together=True)
+"""A row for each request (`mosaic.registrar.request_table`)."""
+HELD_EXTENTS: Final = State(name="held_extents", width=4, dtype="int64", together=True)
+"""The extents of each request's keys, in order of position."""
+ROOM: Final = Input(name="room", dtype="int64", per="step", width=5)
+_DRAWS: Final = ("keys", "temperature", "top_p", "top_k")
+_PLACED: Final = ("positions", "token_rows", "rows", "decided_rows", "extents", "quota", "threshold")
+
+
+@dataclass(frozen=True, slots=True)
+class Tabled(Windows):
+    """Windows of the requests of a table; the host gives a step its `room` alone."""
+
+    computes: ClassVar[frozenset[str]] = frozenset(
+        {"token_ids", "current", "seen", "cu_seqlens", "cu_rows", "cu_extents", *_PLACED, *_DRAWS}
+    )
+
+    def inputs(self, arch: Architecture) -> Sequence[Input]:
+        """Return which rows of the table are looked at, and what the step has room for."""
+        return (ROOM,)
+
+    @property
+    def states(self) -> Sequence[State]:
+        """The table, and what its columns point to."""
+        return REQUESTS, CANVAS, HELD_EXTENTS
+
+    @property
+    def results(self) -> Mapping[str, ResultPer]:
+        """How each request that was served stands, and the rows of the canvas that were to decide."""
+        return {"report": "sequence", "decided_rows": "row"}
+
+    def supplied(self, step: StepGraph) -> Mapping[str, Supply]:
+        """Register who is served and where their windows lie; return all inputs."""
+        g, tokens, seqs, masked, extents = step.g, step.tokens, step.seqs, step.g.dim("masked"), step.g.dim("extents")
+        table, canvas = step.state(REQUESTS), step.state(CANVAS)
+        served = g.buffer("served", (seqs,), "int64")
+        begins, seen = (g.buffer(name, (seqs,), "int32") for name in ("begins", "seen"))
+        bounds = [g.buffer(name, (seqs + 1,), "int32") for name in ("cu_seqlens", "cu_rows", "cu_extents")]
+        g.add_op(
+            "pack_requests", table, step.inputs[ROOM.name], out=(served, begins, seen, *bounds), name="pack",
+            sequences=seqs,
+        )  # fmt: skip
+        shapes: dict[str, tuple[tuple[Any, ...], str]] = {
+            "positions": ((tokens,), "int32"), "token_rows": ((tokens,), "int64"), "rows": ((masked,), "int64"),
+            "decided_rows": ((masked,), "int64"), "extents": ((extents, 4), "int64"), "quota": ((seqs,), "int32"),
+            "threshold": ((seqs,), "float32"),
+        }  # fmt: skip
+        placed = {name: (g.output if name in self.results else g.buffer)(name, *shapes[name]) for name in _PLACED}
+        g.add_op(
+            "place_requests", table, canvas, step.state(HELD_EXTENTS), served, begins, *bounds, out=tuple(placed.values()),
+            name="place", tokens=tokens, most=masked, count=extents,
+        )  # fmt: skip
+        found = placed | {buffer.name: buffer for buffer in (seen, *bounds)}
+        supplied: dict[str, Supply] = {name: partial(_same, buffer) for name, buffer in found.items()}
+        supplied["token_ids"] = partial(_read, step, placed["token_rows"], "tokens", step.arch.mask_token_id)
+        supplied["current"] = partial(_read, step, placed["decided_rows"], "current", OPEN)
+        return supplied | _draws(step, served, found)
+
+    def open_id(self, arch: Architecture) -> int:
+        """Return `OPEN`: a model may decide for the mask token, and that position is done."""
+        return OPEN
+
+    def decided(self, end: Ending, chosen: Buffer, committed: Buffer) -> None:
+        """Write the decisions, and move the table on."""
+        g, canvas, table = end.g, CANVAS.register(end.g, end.arch), REQUESTS.register(end.g, end.arch)
+        rows = end.inputs["decided_rows"]
+        g.add_op("write_canvas", chosen, rows, canvas, committed, name="decide")
+        served = g["served"]
+        g.add_op(
+            "advance_requests", table, canvas, served, g["begins"], end.inputs["cu_seqlens"], end.inputs["cu_rows"], committed,
+            out=g.output("report", (served.shape[0], WIDTH), "int64"), name="advance",
+        )  # fmt: skip
+
+
+def _same(buffer: Buffer) -> Buffer:
+    return buffer
+
+
+def _read(step: StepGraph, rows: Buffer, name: str, open_id: int) -> Buffer:
+    tokens: Buffer = step.g.add_op("read_canvas", step.state(CANVAS), rows, name=name, open_id=open_id)
+    return tokens
+
+
+def _draws(step: StepGraph, served: Buffer, found: Mapping[str, Buffer]) -> dict[str, Supply]:
+    """What rows draw by, registered when the first of it is asked for."""
+    made: dict[str, Buffer] = {}
+
+    def draw(name: str) -> Buffer:
+        if not made:
+            rows = found["decided_rows"]
+            drawn = step.g.add_op("draw_requests", step.state(REQUESTS), served, found["cu_rows"], rows, name="draws")
+            made.update(zip(_DRAWS, drawn, strict=True))
+        return made[name]
+
+    def supply(name: str) -> Callable[[], Buffer]:
+        return lambda: draw(name)
+
+    return {name: supply(name) for name in _DRAWS}
+
+
+TABLED: Final = Tabled()

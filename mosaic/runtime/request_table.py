@@ -1,0 +1,265 @@
+"""The requests of one session as rows of a table on the device, and the steps over them, which the host launches and reads.
+
+The device decides who is served and how requests go on (`mosaic.registrar.request_table`). The host writes a row when a request
+enters and when it leaves, and keeps a copy of table and canvases from what steps report: on a device it is a step late.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mosaic.models.parts import CANVAS, HELD_EXTENTS, KV, REQUESTS
+from mosaic.models.step import StepSize
+from mosaic.registrar.operators.read_canvas import OPEN
+from mosaic.registrar.request_table import COLUMNS, RUNNING, Column, Reported
+from mosaic.runtime.host_copy import HostCopy
+from mosaic.runtime.numbers import Numbers
+from mosaic.runtime.packing import PackedStep
+from mosaic.runtime.recent import Recent
+
+if TYPE_CHECKING:
+    from mosaic.models.phase import Phase
+    from mosaic.models.state import State
+    from mosaic.planner.plan import Plan
+    from mosaic.runtime.engine import Engine
+    from mosaic.runtime.executor import Executor
+    from mosaic.runtime.host_copy import Arriving
+    from mosaic.runtime.state_rows import OwnedRows
+
+__all__ = ["ROWS", "RequestTable", "Served"]
+
+ROWS: Final = 256
+"""Requests of a session that may run at once; others wait for a row."""
+KEPT_STEPS: Final = 128
+"""Steps that are kept for launching them again."""
+_OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What a step did: arrays of the host that nobody writes again. B requests were served, M rows were to decide.
+
+    Parameters
+    ----------
+    report
+        int64 [B, 15], by the columns of `Reported`; row numbers count from the session's first.
+    steps, canvas_rows
+        int64 [B], how many steps have served each request so far, and its first row of the canvas.
+    decided_rows, chosen, committed, score
+        Of each row to decide, its row of the canvas, the token, whether it was committed, and its score.
+    plan, seconds
+        As for `StepResult`.
+    """
+
+    report: NDArray[np.int64]
+    steps: NDArray[np.int64]
+    canvas_rows: NDArray[np.int64]
+    decided_rows: NDArray[np.int64]
+    chosen: NDArray[np.int64]
+    committed: NDArray[np.bool_]
+    score: NDArray[np.float32]
+    plan: Plan
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TableStep(PackedStep):
+    """A step whose requests are on the device already: the host writes what has entered and left since the last one."""
+
+    table: RequestTable
+
+    def write(self, executor: Executor) -> None:
+        """Write rows of states, and which rows of the table are looked at."""
+        self.table.send()
+        PackedStep.write(self, executor)
+
+
+class RequestTable:
+    """The requests of a session; whoever calls it holds the engine's turn.
+
+    Parameters
+    ----------
+    engine
+        Of the model.
+
+    Attributes
+    ----------
+    columns
+        int64 [ROWS, COLUMNS], the table as the host knows it.
+    tokens, confidence
+        By rows of the canvas: int64 tokens, `OPEN` where nothing is decided, and float32 scores.
+    steps
+        int64 [ROWS], steps that have served each request.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._own: OwnedRows = engine.table(REQUESTS).open("a session")
+        self.columns = np.zeros((ROWS, COLUMNS), dtype=np.int64)
+        self.steps = np.zeros(ROWS, dtype=np.int64)
+        self.tokens, self.confidence = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
+        self._free = deque(range(ROWS))
+        self._leaving: deque[tuple[int, int]] = deque()  # rows, and the step before which they are not free
+        self._unsent: list[tuple[State, int, NDArray[np.int64]]] = []
+        self._sides = [HostCopy(), HostCopy()]
+        self._launched: deque[tuple[Arriving, Plan, float]] = deque()
+        self._steps: Recent[Hashable, _TableStep] = Recent(KEPT_STEPS)
+        self._predicted: Recent[Hashable, float] = Recent(KEPT_STEPS)
+        self._count = self._read = 0
+
+    @property
+    def first(self) -> int:
+        """The session's first row."""
+        return self._own.runs()[0][0]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the session has rows."""
+        return self._own.length > 0
+
+    @property
+    def holes(self) -> int:
+        """Runs of rows of keys that nobody owns: a request's keys come to lie in one extent more, at most."""
+        return len(self._engine.table(KV).free)
+
+    @property
+    def in_flight(self) -> int:
+        """Steps that were launched and not read."""
+        return len(self._launched)
+
+    def open(self) -> None:
+        """Take the session's rows; nobody's, until requests enter."""
+        if not self.is_open:
+            self._own.reserve(ROWS)
+            self._unsent.append((REQUESTS, self.first, self.columns.copy()))
+
+    def enter(
+        self, row: NDArray[np.int64], tokens: NDArray[np.int64], canvas: OwnedRows, extents: OwnedRows, keys: OwnedRows
+    ) -> int | None:
+        """Let a request run from the next step on; return its row, or None if all are taken.
+
+        Parameters
+        ----------
+        row
+            [COLUMNS], but for where canvas and extents are.
+        tokens
+            [N], of its canvas, `OPEN` where nothing is decided.
+        canvas, extents, keys
+            Its rows of these states: N, and one for each extent that its keys have.
+        """
+        if not self._free:
+            return None
+        self.open()
+        number = self._free.popleft()
+        at, held = canvas.runs()[0][0], extents.runs()[0][0]
+        row[Column.STATE], row[Column.CANVAS] = RUNNING, at
+        row[Column.EXTENT], row[Column.EXTENTS] = held, len(keys.extents)
+        row[Column.SERVED] = self.columns[:, Column.SERVED].max()
+        self.columns[number], self.steps[number] = row, 0
+        if len(self.tokens) < at + len(tokens):
+            more = 2 * (at + len(tokens)) - len(self.tokens)
+            self.tokens = np.concatenate([self.tokens, np.full(more, OPEN)])
+            self.confidence = np.concatenate([self.confidence, np.zeros(more, dtype=np.float32)])
+        self.tokens[at : at + len(tokens)] = tokens
+        self.confidence[at : at + len(tokens)] = tokens != OPEN
+        self._unsent += [
+            (CANVAS, at, tokens), (HELD_EXTENTS, held, np.array(keys.extents)), (REQUESTS, self.first + number, row[None])
+        ]  # fmt: skip
+        return number
+
+    def leave(self, number: int) -> None:
+        """Let no further step serve a request; its row is free when the steps that were launched have been read."""
+        self.columns[number] = 0
+        self._unsent.append((REQUESTS, self.first + number, self.columns[number : number + 1].copy()))
+        self._leaving.append((number, self._count))
+        self._free_rows()
+
+    def close(self) -> None:
+        """Give the session's rows back."""
+        self._launched.clear()
+        self._unsent.clear()
+        self._own.close()
+
+    def _free_rows(self) -> None:
+        while self._leaving and self._leaving[0][1] <= self._read:
+            self._free.append(self._leaving.popleft()[0])
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def size(
+        self, phase: Phase, blocks: int, block: int, rows: int, more: Mapping[State, int] | None = None
+    ) -> StepSize:
+        """Return the size of a step with room for so many blocks of tokens and so many rows to decide, beside the rows of states
+        that are taken, and `more`."""
+        states = self._engine.states_with({REQUESTS: 0 if self.is_open else ROWS, **(more or {})})
+        owned = max(states.get(KV, 0) // blocks, block)
+        return StepSize(
+            phase=phase, windows=(block,) * blocks, keys=(owned,) * blocks, rows=min(rows, blocks * block),
+            extents=max(states.get(HELD_EXTENTS, 0), 1), states={**states, KV: max(states.get(KV, 0), owned)},
+        )  # fmt: skip
+
+    def predicted_ms(self, phase: Phase, blocks: int, block: int, rows: int) -> float:
+        """Return how long the plan of such a step says that it takes; found once, whatever the states hold."""
+        key = phase, blocks, block, rows
+
+        def predict() -> float:
+            return self._engine.plans.plan(self.size(phase, blocks, block, rows)).predicted_step_ms
+
+        return self._predicted.find(key, predict)
+
+    def launch(self, phase: Phase, blocks: int, block: int, rows: int) -> None:
+        """Launch a step of this size, for whoever it has room for."""
+        started = perf_counter()
+        key = phase, blocks, block, rows, self._engine.changes
+        ran = self._engine.run(self._steps.find(key, lambda: self._step(self.size(phase, blocks, block, rows))))
+        arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS])
+        self._sides.reverse()
+        self._launched.append((arriving, ran.plan, started))
+        self._count += 1
+
+    def _step(self, size: StepSize) -> _TableStep:
+        room = self.first, ROWS, size.tokens, size.rows, size.extents
+        return _TableStep(size=size, inputs={"room": Numbers(room, "int64", 5)}, table=self)
+
+    def send(self) -> None:
+        """Write what has entered and left, in order."""
+        for state, row, values in self._unsent:
+            width = values.shape[1] if values.ndim > 1 else 1
+            there = self._engine.workspace.view(f"state/{state.name}", row * width * 8, values.shape, "int64")
+            given = torch.from_numpy(values)
+            there.copy_(given.pin_memory() if there.is_cuda else given, non_blocking=True)
+        self._unsent.clear()
+
+    def read(self) -> Served:
+        """Wait for the first step that was launched, and take what it reports.
+
+        Raises
+        ------
+        DeviceLost
+            If the device stopped meanwhile.
+        """
+        arriving, plan, started = self._launched[0]
+        report, *of_rows = (tensor.numpy() for tensor in arriving.wait())
+        del self._launched[0]
+        self._read += 1
+        report = report[report[:, Reported.ROW] >= 0].copy()
+        report[:, Reported.ROW] -= self.first
+        count = int(report[-1, Reported.ROWS]) if len(report) else 0
+        decided, chosen, committed, score = (values[:count].copy() for values in of_rows)
+        numbers, taken = report[:, Reported.ROW], committed.view(np.bool_)
+        self.columns[numbers, Column.WRITTEN :] = report[:, Reported.WRITTEN :]
+        self.steps[numbers] += 1
+        self.tokens[decided[taken]], self.confidence[decided[taken]] = chosen[taken], score[taken]
+        self._free_rows()
+        return Served(
+            report=report, steps=self.steps[numbers], canvas_rows=self.columns[numbers, Column.CANVAS], decided_rows=decided,
+            chosen=chosen, committed=taken, score=score, plan=plan, seconds=perf_counter() - started,
+        )  # fmt: skip
