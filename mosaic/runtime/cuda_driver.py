@@ -1,7 +1,7 @@
-"""The CUDA driver's memory calls, thin and checked: what the pools of `cuda_pool` and `host_pool` ask of a device.
+"""The CUDA driver's memory calls, thin and checked; the pools of `cuda_pool` and `host_pool` use them.
 
-Every call that fails raises `CudaError` with the driver's name and code and what was asked. cuda-python is imported
-here alone, when a `CudaDriver` is made. Tests replace the protocol `Driver` by a stateful fake.
+Every call that fails raises `CudaError` with the driver's name and code and the request. cuda-python is imported only
+here, when a `CudaDriver` is made. Tests replace the protocol `Driver` by a stateful fake.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class CudaError(MosaicError):
     Attributes
     ----------
     name, code
-        As the driver says them: "CUDA_ERROR_OUT_OF_MEMORY", 2.
+        The driver's error: "CUDA_ERROR_OUT_OF_MEMORY", 2.
     asked
-        What was asked: "create 32.00 MiB on cuda:0".
+        The request: "create 32.00 MiB on cuda:0".
 
     Examples
     --------
@@ -42,19 +42,19 @@ class CudaError(MosaicError):
 
 
 class Addresses:
-    """Addresses that a device can reach, in the form that `Driver.as_tensor` takes; kept by every tensor over them.
+    """Addresses that a device can reach, for `Driver.as_tensor`; every tensor over them keeps this object.
 
     Parameters
     ----------
     address, size
-        Where they start, and how many bytes.
+        Start, and number of bytes.
     owner
-        What must live as long.
+        An object to keep alive as long as this one.
     """
 
     def __init__(self, address: int, size: int, owner: object = None) -> None:
         self.owner = owner
-        # PyTorch reads it once, and keeps this object for as long as the storage.
+        # PyTorch reads it once, and keeps this object as long as the storage.
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (size,),
             "typestr": "|u1",
@@ -72,28 +72,28 @@ class Driver(Protocol):
         """The device as PyTorch names it: "cuda:0"."""
 
     def virtual_memory(self) -> bool:
-        """Say whether addresses and memory can be had apart."""
+        """Say whether the device supports virtual memory: addresses reserved apart from memory."""
 
     def granularity(self) -> int:
-        """Give the size that addresses and sizes of mappings are multiples of: 2 MiB on every card seen."""
+        """Give the granularity of mappings in bytes: 2 MiB on every card seen."""
 
     def memory_info(self) -> tuple[int, int]:
-        """Give free and total bytes, of all processes."""
+        """Give free and total bytes of the device, over all processes."""
 
     def reserve(self, size: int) -> int:
         """Reserve addresses without memory behind them."""
 
     def free_addresses(self, address: int, size: int) -> None:
-        """End a reservation, of which nothing may be mapped any more."""
+        """End a reservation in which nothing is mapped."""
 
     def create(self, size: int) -> int:
-        """Take physical memory and give a handle that keeps it."""
+        """Take physical memory and return its handle."""
 
     def release(self, handle: int) -> None:
-        """Drop a handle; the memory goes back when no mapping of it is left either."""
+        """Drop a handle; the memory is freed once it is not mapped either."""
 
     def map(self, address: int, size: int, handle: int) -> None:
-        """Put memory behind reserved addresses; access to it is still denied."""
+        """Map memory at reserved addresses; access to it is still denied."""
 
     def set_access(self, address: int, size: int) -> None:
         """Let the device read and write mapped addresses."""
@@ -114,14 +114,14 @@ class Driver(Protocol):
         """Wait until all streams of the context are empty."""
 
     def as_tensor(self, memory: object) -> Tensor:
-        """View an object with `__cuda_array_interface__`, which lives as long as the tensor; no copy."""
+        """View an object with `__cuda_array_interface__`, which the tensor keeps alive; no copy."""
 
 
 class CudaDriver:
     """The driver of this machine, through cuda-python.
 
-    The primary context, which PyTorch uses too, is retained for the life of the process, and current only during our
-    own calls.
+    The primary context, which PyTorch uses too, is retained for the life of the process, and is current only during
+    this class's own calls.
 
     Parameters
     ----------
@@ -172,7 +172,7 @@ class CudaDriver:
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """Make the context current and restore what was: the caller's thread may work on another device."""
+        """Make the context current and restore the previous one: the caller's thread may work on another device."""
         self._call(self._cuda.cuCtxPushCurrent(self._context), "make the context current")
         try:
             yield
@@ -250,7 +250,7 @@ class CudaDriver:
             self._call(self._cuda.cuCtxSynchronize(), "wait for all streams")
 
     def as_tensor(self, memory: object) -> Tensor:
-        """View through PyTorch; uint8 is what the interface can carry, bfloat16 it cannot name."""
+        """View through PyTorch as uint8; the interface has no name for bfloat16."""
         return torch.as_tensor(memory, dtype=torch.uint8, device=self._name)
 
 

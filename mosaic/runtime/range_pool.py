@@ -1,4 +1,4 @@
-"""What pools of every kind share: ranges by name, charged to one ledger, and closed together."""
+"""The common part of all pools: ranges by name, charged to one ledger, and closed together."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["ClosesOnExit", "RangePool", "close_all"]
 
 
 class Closable(Protocol):
-    """What `close_all` closes: a range or a pool."""
+    """A range or a pool, for `close_all`."""
 
     def close(self) -> None:
         """Give everything back."""
 
 
 def close_all(*parts: Closable) -> None:
-    """Close everything, also if one cannot give its memory back; that is raised at the end."""
+    """Close everything, even if one close fails; its error is raised at the end."""
     with ExitStack() as closing:
         for part in reversed(parts):
             closing.callback(part.close)
 
 
 class ClosesOnExit:
-    """What is closed at the end of a `with`: an error of its body stays the one that is raised, for it is the cause."""
+    """A context manager that closes at the end; an error of the body is raised with failures of closing as notes."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -49,7 +49,7 @@ class ClosesOnExit:
 
 
 class PoolRange(Closable, Protocol):
-    """What a pool needs of its ranges."""
+    """The range interface that a pool needs."""
 
     @property
     def committed_bytes(self) -> int:
@@ -87,7 +87,7 @@ class RangePool(ClosesOnExit, Generic[AnyRange]):
         return sum(part.committed_bytes for part in self._ranges.values())
 
     def close(self) -> None:
-        """Close every range, also if one cannot give its memory back; that is raised at the end. Twice is fine."""
+        """Close every range, even if one close fails; its error is raised at the end. Twice is fine."""
         with interrupts_held():
             parts = tuple(self._ranges.values())
             self._ranges.clear()
