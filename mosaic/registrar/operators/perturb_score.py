@@ -1,6 +1,6 @@
-"""score[M] = score / temperature + Gumbel noise of keys[M], in place; as it is where temperature[1] is 0.
+"""score[M] = score / temperature + Gumbel noise of keys[M], in place; unchanged if temperature[1] is 0.
 
-The highest k of the outcome are k draws without replacement from softmax(score / temperature): Dream's `alg_temp`.
+The highest k results are k draws without replacement from softmax(score / temperature): Dream's `alg_temp`.
 Source: Kool et al. 2019, "Stochastic Beams and Where to Find Them" (the Gumbel-top-k trick).
 """
 

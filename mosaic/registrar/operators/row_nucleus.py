@@ -1,10 +1,10 @@
-"""A token of each row of logits[C, V] from what top-p and top-k keep, with figures of the kept tokens' softmax.
+"""A token of each row of logits[C, V], sampled from those within top-p and top-k, with statistics of their softmax.
 
-Tokens are ordered by logit, the highest first, ties to the lower id. `top_p`[1] keeps the tokens before which there is no
-more than so much probability of softmax(logits / temperature): those up to the one that passes it (1 and more: all);
-`top_k`[1] the first `top_k` of them (0: all). Of the kept, renormalised: `probability` of the sample, `margin` of the first and
-the second, and `entropy`, negative as Dream's: sum p log(p + 1e-10). temperature[1] 0 takes the argmax, with the softmax
-at 1. keys[C] as in `row_sample`, whose noise this is.
+Tokens are ordered by logit, the highest first, ties to the lower id. `top_p`[1] keeps a token if the tokens before it
+have at most that probability together, of softmax(logits / temperature) (1 or more: all); `top_k`[1] keeps the first
+`top_k` (0: all). Over the kept tokens, renormalised: `probability` of the sample, `margin` between the first and
+second, and `entropy`, negative as Dream's: sum p log(p + 1e-10). temperature[1] 0 takes the argmax, with the softmax at
+1. keys[C] and the noise are those of `row_sample`.
 """
 
 from __future__ import annotations

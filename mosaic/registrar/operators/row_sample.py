@@ -1,7 +1,7 @@
 """The statistics of `row_stats` for logits[C, V], and a token of each row drawn from softmax(logits / temperature).
 
-keys[C] are the rows' random keys, which the caller derives from seed, request, step and row; temperature[1] is read on
-the device, so that one plan and one captured graph serve every temperature; 0 draws the argmax.
+keys[C] are the rows' random keys, which the caller derives from seed, request, step and row. temperature[1] is read on
+the device, so that one plan and one captured graph serve every temperature; 0 takes the argmax.
 """
 
 from __future__ import annotations
