@@ -7,8 +7,6 @@ Queries may be sliced by a region of tokens, keys and values never; y may overwr
 a query sees on average, rounded up: without blocks the sum of squared sequence lengths over the tokens.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require

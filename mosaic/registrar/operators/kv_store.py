@@ -9,11 +9,10 @@ first, and how many tokens of the extent lie before that one. Those of sequence 
 token in no sequence, or at a position that its sequence has no row for, is not kept. k, v and positions may be sliced by a region
 of tokens, the rest never."""
 
-from __future__ import annotations
-
 from typing import Final
 
-from mosaic.registrar.operator import Dim, Implementation, Operator, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Dim, Operator, require
 
 KV: Final = "kv@#:a[R, L*2*kv_heads*head_size] extents@#:i64[X, 4] cu_extents@:i32[B+1]"
 """What an operator reads of what is kept. `cu_seqlens` has one number more than there are sequences, B."""
@@ -37,11 +36,6 @@ OPERATOR = Operator(
     attrs="layer head_size",
     rules=rules,
     moved={"kv": "2*k", **dict.fromkeys(("extents", "cu_extents", "cu_seqlens"), "0")},
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.kv_store", row_origin="k"),
-        Implementation(
-            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.kv_store", row_origin="k"
-        ),
-    ),
+    implementations=kernels_of("kv_store", row_origin="k"),
     roles={"k": "attention", "v": "attention"},
 )
