@@ -12,9 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+import torch
+
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
-from mosaic.runtime.streams import Replay
 from mosaic.units import MIB, format_bytes
 
 __all__ = ["GRAPH_BYTES", "GraphMemory", "NoRoom"]
@@ -29,7 +30,7 @@ class NoRoom(Exception):
 
 @dataclass(slots=True)
 class _Kept:
-    graph: Replay
+    graph: torch.cuda.CUDAGraph
     num_bytes: int
 
 
@@ -102,7 +103,7 @@ class GraphMemory:
         """Begin a step: graphs of the one before are not in use any more."""
         self._in_use.clear()
 
-    def find(self, key: Hashable) -> Replay | None:
+    def find(self, key: Hashable) -> torch.cuda.CUDAGraph | None:
         """Return the graph of a key, to be launched in this step; None if it is not kept."""
         kept = self._kept.get(key)
         if kept is None:
@@ -111,7 +112,7 @@ class GraphMemory:
         self._in_use.add(key)
         return kept.graph
 
-    def capture(self, key: Hashable, capture: Callable[[], Replay]) -> None:
+    def capture(self, key: Hashable, capture: Callable[[], torch.cuda.CUDAGraph]) -> None:
         """Capture the graph of a key, launch it, and count what it takes.
 
         Raises
