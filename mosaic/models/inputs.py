@@ -42,9 +42,9 @@ class Input:
         Where values come from. Text: the request's field of this name, or its entry in `StepRequest.values`; the input's
         own name if empty. A function: called with a `Window` where `per` is token, extent, page, sequence or bound, and with the
         request where it is row, logit_row or step. Of tokens it gives a tensor or ranges with an element for each, or one
-        number for all; of pages ranges; of extents `width` numbers for each; of rows, a tensor; of a sequence, a number, or
-        `width` of them; of a bound, how many there are of the sequence. A copy of a sequence, which decides nothing, has 0 where
-        `value` is text.
+        number for all; of pages ranges; of extents `width` numbers for each; of rows, a tensor, or one number for all; of a
+        sequence, a number, or `width` of them; of a bound, how many there are of the sequence. A copy of a sequence, which decides
+        nothing, has 0 where `value` is text.
     index
         Values are numbers of the request's tokens, which packing turns to those of the step's.
     copy

@@ -66,7 +66,7 @@ class Commit(CommitRule):
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
         """Return what stands in the rows, and what the rule goes by."""
-        perturb = (Input(name="score_temperature", dtype="float32", per="step"),) if self.perturb else ()
+        perturb = (Input(name="score_temperature", dtype="float32", per="row"),) if self.perturb else ()
         edit = (Input(name="edit_threshold", dtype="float32", per="sequence"),) if self.rule == "edit" else ()
         return (
             *perturb,
