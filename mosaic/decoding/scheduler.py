@@ -123,7 +123,7 @@ class Scheduler:
             numbers = served.report[:, Reported.ROW]
             places = self._live[numbers].nonzero()[0]
             if len(places):
-                return ServedSteps(served, places, self._requests[numbers[places]])
+                return ServedSteps(served, places, self._requests[numbers[places]].tolist())
             self.in_vain += 1
 
     def drain(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mosaic.decoding.live import Submission
     from mosaic.decoding.rows import TableRow
     from mosaic.runtime.request_table import RequestTable, Served
+    from mosaic.runtime.state_rows import OwnedRows
 
 __all__ = ["ServedSteps", "TabledRequest"]
 
@@ -67,7 +68,8 @@ class TabledRequest(LiveRequest):
     def enter(self) -> bool:
         """Take a row of the table, if one is free."""
         canvas = self._canvas
-        self.place = self._table.enter(*columns_of(self.row, canvas), *map(canvas.rows_of, (CANVAS, HELD_EXTENTS, KV)))
+        of_states = [cast("OwnedRows", canvas.rows_of(state)) for state in (CANVAS, HELD_EXTENTS, KV)]
+        self.place = self._table.enter(*columns_of(self.row, canvas), *of_states)
         return self.place is not None
 
     def look(self) -> None:

@@ -3,8 +3,6 @@
 report overlaps no operand. Legend: S requests, C columns, B windows.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np
@@ -15,8 +13,6 @@ from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.registrar.operators.advance_requests import WIDTH
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import BY_BLOCKS, ENDED, EOS, LENGTH, STOPS, Column, Reported
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(

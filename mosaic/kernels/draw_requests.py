@@ -3,8 +3,6 @@
 Outputs overlap no operand. Legend: M rows, B windows.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np
@@ -14,8 +12,6 @@ from torch import Tensor
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.requests import floats, mixed
 from mosaic.registrar.request_table import Column
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(

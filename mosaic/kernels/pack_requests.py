@@ -17,8 +17,6 @@ from mosaic.kernels.shared.requests import wanted
 from mosaic.registrar.operators.pack_requests import KEPT_SHARE, PATIENCE
 from mosaic.registrar.request_table import Column
 
-__all__ = ["bind", "launch", "reference"]
-
 
 def bind(
     *,
@@ -125,15 +123,15 @@ def reference(*, table: Tensor, room: Tensor, sequences: int) -> dict[str, Tenso
             taken.append((one.number, begin, seen, end - begin, one.decides(), one[Column.EXTENTS]))
     for one in prompts:
         left = one[Column.PREFIX] - one[Column.WRITTEN]
-        room = min(left, tokens - sum(window[3] for window in taken))
-        length = room - room % one[Column.BLOCK]
+        free = min(left, tokens - sum(window[3] for window in taken))
+        length = free - free % one[Column.BLOCK]
         if not length or not fits(length, 0, one[Column.EXTENTS], tokens):
             break
         end = one[Column.WRITTEN] + length
         taken.append((one.number, one[Column.WRITTEN], end, length, 0, one[Column.EXTENTS]))
         if length < left:
             break
-    found = {"table": after}
+    found: dict[str, Tensor] = {"table": after}
     for place, (name, nothing) in enumerate((("row", -1), ("begin", 0), ("seen", 0))):
         values = [window[place] for window in taken] + [nothing] * (sequences - len(taken))
         found[name] = torch.tensor(values, dtype=torch.int64 if name == "row" else torch.int32)

@@ -3,8 +3,6 @@
 Outputs overlap no operand. Legend: T tokens, M rows, E extents, B windows.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np
@@ -15,8 +13,6 @@ from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.requests import floats, quotas
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import Column
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(

@@ -3,8 +3,6 @@
 One program a window. Legend: S requests, C columns, B windows.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
@@ -29,8 +27,6 @@ from mosaic.registrar import request_table
 from mosaic.registrar.operators.advance_requests import WIDTH
 from mosaic.registrar.operators.read_canvas import OPEN as OPEN_TOKEN
 from mosaic.registrar.request_table import Column, Reported
-
-__all__ = ["launch"]
 
 AT_ONCE: Final = 64  # untuned default
 CANVAS, PROMPT, END, STEP, STOP = (

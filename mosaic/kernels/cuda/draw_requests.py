@@ -3,8 +3,6 @@
 One program a window, and one more for what lies beyond the last. Legend: M rows, B windows.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
@@ -12,8 +10,6 @@ from torch import Tensor
 from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.kernels.cuda.shared.requests import C, float_of, mixed
 from mosaic.registrar.request_table import Column
-
-__all__ = ["launch"]
 
 AT_ONCE: Final = 64  # untuned default
 CANVAS, NOISE, STEP, TOP_K = (

@@ -4,8 +4,6 @@ Nothing is sorted: what comes before a request is added up by comparing turns, s
 table, B windows.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
@@ -13,8 +11,6 @@ from torch import Tensor
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.requests import SERVED, C, wants
 from mosaic.registrar.operators.pack_requests import KEPT_SHARE, PATIENCE
-
-__all__ = ["launch"]
 
 MOST: Final = 1024
 """Requests that one program compares; more are refused where a session opens its table."""

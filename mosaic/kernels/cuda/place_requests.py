@@ -3,8 +3,6 @@
 One program a window, and one more for what lies beyond the last. Legend: T tokens, M rows, E extents, B windows.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
@@ -13,8 +11,6 @@ from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.kernels.cuda.shared.requests import BLOCK, START, C, float_of, quota_of
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import Column
-
-__all__ = ["launch"]
 
 AT_ONCE: Final = 128  # untuned default
 CANVAS, EXTENT, THRESHOLD = (tl.constexpr(int(one)) for one in (Column.CANVAS, Column.EXTENT, Column.THRESHOLD))

@@ -10,9 +10,8 @@ Operands are those of `place_requests`, with canvas[R] after the decisions of th
 report[i] has the columns `mosaic.registrar.request_table.Reported`; its row is -1 beyond the last window.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Dim, Implementation, Operator, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Dim, Operator, require
 from mosaic.registrar.request_table import COLUMNS, Column, Reported
 
 WIDTH = Reported.WRITTEN + COLUMNS - Column.WRITTEN
@@ -30,8 +29,5 @@ OPERATOR = Operator(
     """,
     moved={"canvas": "committed"},
     rules=rules,
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.advance_requests"),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.advance_requests"),
-    ),
+    implementations=kernels_of("advance_requests"),
 )

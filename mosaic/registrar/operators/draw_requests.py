@@ -4,9 +4,8 @@ Row m of window i is of the request table[row[i]]: its key is that of the reques
 (`mosaic.decoding.noise`). Beyond the last row all are 0, and top_p 1.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Implementation, Operator
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Operator
 
 OPERATOR = Operator(
     name="draw_requests",
@@ -14,9 +13,6 @@ OPERATOR = Operator(
         table@:i64[S, C] row@:i64[B] cu_rows@:i32[B+1] decided_rows@:i64[M]
         -> keys:i64[M] temperature:f32[M] top_p:f32[M] top_k:i32[M]
     """,
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.draw_requests"),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.draw_requests"),
-    ),
+    implementations=kernels_of("draw_requests"),
     roles={"keys": "statistics"},
 )

@@ -16,11 +16,10 @@ Window i is of row[i] of the table, begins at begin[i] and sees the first seen[i
 where its tokens, rows to decide and extents begin. Beyond the last window row is -1 and windows are empty.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
-from mosaic.registrar.operator import Dim, Implementation, Operator, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Dim, Operator, require
 from mosaic.registrar.request_table import COLUMNS
 
 PATIENCE: Final = 8
@@ -42,8 +41,5 @@ OPERATOR = Operator(
     """,
     attrs="sequences",
     rules=rules,
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.pack_requests"),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.pack_requests"),
-    ),
+    implementations=kernels_of("pack_requests"),
 )

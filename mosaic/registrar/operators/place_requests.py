@@ -12,9 +12,8 @@ positions from begin[i] on:
 Beyond the last window positions, rows, quotas and extents are 0, and rows of the canvas -1.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Dim, Implementation, Operator, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Dim, Operator, require
 from mosaic.registrar.request_table import COLUMNS
 
 
@@ -33,9 +32,6 @@ OPERATOR = Operator(
     attrs="tokens most count",
     moved={"canvas": "most"},
     rules=rules,
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.place_requests"),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.place_requests"),
-    ),
+    implementations=kernels_of("place_requests"),
     roles={"positions": "statistics", "rows": "statistics", "decided_rows": "statistics"},
 )
