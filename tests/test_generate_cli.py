@@ -467,7 +467,7 @@ def test_a_hopeless_run_is_told_before_it_starts(fake: FakeModel, run: Any, monk
     monkeypatch.setattr("mosaic.cli.outlook.available_bytes", lambda: 8 << 30)
     ran = run("--model", "llada-8b", "--device", "cpu", "--prompt", "hi", "--gen-length", "128", "--steps", "64")
     noise, memory, time, *_ = ran.err.splitlines()
-    assert "what it writes is noise" in noise
+    assert "the output is noise" in noise
     assert re.search(r"takes 1\d\.\d\d GiB on cpu, and this machine has 8\.00 GiB to give", memory)
     assert re.search(r"up to 64 steps of .* s, .* (min|h).* in all, by an estimated profile; Ctrl-C", time)
     monkeypatch.setattr("mosaic.cli.outlook.available_bytes", lambda: 64 << 30)

@@ -1,4 +1,4 @@
-"""Names that a shell completes: `mosaic --install-completion` teaches it to ask."""
+"""Shell completion of names; `mosaic --install-completion` enables it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of `GenerationConfig` as commands take them. None, where an option is left out, is the algorithm's own."""
+"""The options of `GenerationConfig` on the command line. None is the algorithm's default."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ Where: TypeAlias = Annotated[
 
 
 def given(context: typer.Context) -> dict[str, Any]:
-    """Return the options of a command that `GenerationConfig` takes and that were given, those of policies read.
+    """Return the given options that `GenerationConfig` takes, with those of policies parsed.
 
     Raises
     ------
     UsageError
-        If there is no such policy, or an option of it cannot be.
+        If there is no such policy, or one of its options is invalid.
     """
     from mosaic.decoding.config import GenerationConfig
     from mosaic.models.policies.registry import KINDS, options_of

@@ -1,4 +1,4 @@
-"""Write a plan in the formats others read. All are rendered before the first is written."""
+"""Write a plan in other formats. All are rendered before the first is written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Document = Mapping[str, Any]
 
 
 def check_targets(targets: Iterable[Path | None]) -> None:
-    """Refuse files that could not be written, before any work is done for them, and one that is named twice."""
+    """Refuse output files that cannot be written or are named twice, before any work is done for them."""
     seen: set[str] = set()
     for path in targets:
         if path is None:
@@ -39,7 +39,7 @@ def check_targets(targets: Iterable[Path | None]) -> None:
 
 
 def export(document: Document, targets: Mapping[str, Path | None]) -> None:
-    """Render `document` for every target that is given, then write the files whole and say so; if one fails, none is left."""
+    """Render `document` for every given target, then write the files and report them; if one fails, none is left."""
     rendered = [(path, _rendered(document, kind)) for kind, path in targets.items() if path is not None]
     written: list[Path] = []
     try:
@@ -76,7 +76,7 @@ def report(
 
 
 _ENDINGS: Mapping[str, str] = {"html": ".html", "png": ".png", "trace": ".perfetto.json", "snapshot": ".pickle"}
-"""Kind of file -> what `mosaic.viz.save` knows it by."""
+"""Kind of file -> its name in `mosaic.viz.save`."""
 
 
 def _rendered(document: Document, kind: str) -> str | bytes:

@@ -1,4 +1,4 @@
-"""A plan as people read it: components, chunks, time, headroom, and what is alive at the peak."""
+"""The summary of a plan: components, chunks, time, headroom, and the live buffers at the peak."""
 
 from __future__ import annotations
 

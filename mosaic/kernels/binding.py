@@ -1,6 +1,6 @@
-"""Binding a launch: its operands are compared with what the operator's record says, once, and never again when it runs.
+"""Binding a launch: its operands are compared with the operator's record once, not again when it runs.
 
-Kernels check nothing. Who launches one goes through `Kernel`, or through a plan that the runtime binds.
+Kernels check nothing: launch them through `Kernel`, or through a plan that the runtime binds.
 """
 
 from __future__ import annotations

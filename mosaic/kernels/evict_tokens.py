@@ -1,4 +1,4 @@
-"""evict_tokens: which rows of a step go on beyond the layer that it is cut in, by how their importance has changed.
+"""evict_tokens: the rows of a step that continue beyond the cut layer, chosen by the change of their importance.
 
 Legend: B sequences, K KV heads, P positions of a block, T rows, E rows of the state.
 """

@@ -1,9 +1,9 @@
-"""joined_attention: attention to a block's own keys, joined with the output over its prefix, which is fresh or was kept.
+"""joined_attention: attention to a block's own keys, merged with a fresh or kept output over its prefix.
 
-Which rows have which keys and which of both outputs, the contract says (`mosaic.registrar.operators.joined_attention`;
-FlashBlock, arXiv 2602.05305). Of outputs y_1, y_2 with log-sum-exps s_1, s_2 the softmax over both sets of keys gives y_1 +
-(y_2 - y_1) * sigmoid(s_2 - s_1). Legend: T query rows, R rows, L layers, B sequences, X extents, E and S rows of states, Z
-slots, M rows of a block, N query heads, K KV heads, G heads of a group, H size.
+`mosaic.registrar.operators.joined_attention` defines each row's keys and given output (FlashBlock, arXiv 2602.05305).
+Of outputs y_1, y_2 with log-sum-exps s_1, s_2 the softmax over both sets of keys gives y_1 + (y_2 - y_1) * sigmoid(s_2
+- s_1). Legend: T query rows, R rows, L layers, B sequences, X extents, E and S rows of states, Z slots, M rows of a
+block, N query heads, K KV heads, G heads of a group, H size.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""key_mass: how much attention the voting rows of each sequence give to each key of its prefix, per set of heads.
+"""key_mass: the attention of each sequence's voting rows to each key of its prefix, per set of heads.
 
-The formula is that of the contract (`mosaic.registrar.operators.key_mass`; MAGE, equation 3). Each tile of rows passes over
-the prefix. A row without a vote has an infinite log-sum-exp, so that it changes nothing. Float32 inside (float64 for
-float64). Legend: T rows, R rows of the state, L layers, S keys of all prefixes, B sequences, X extents, N query heads, K KV
-heads, H size, A rows times heads of a tile.
+The formula is that of the operator's record (`mosaic.registrar.operators.key_mass`; MAGE, equation 3). Each tile of
+rows passes over the prefix. A row without a vote has an infinite log-sum-exp, so its terms are 0. Float32 inside
+(float64 for float64). Legend: T rows, R rows of the state, L layers, S keys of all prefixes, B sequences, X extents, N
+query heads, K KV heads, H size, A rows times heads of a tile.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def reference(
     cu_seqlens: Tensor, logsumexp: Tensor, positions: Tensor | None = None, layer: int, kv_heads: int, head_size: int, scale: float,
     sets: int, columns: int = 0, span: int = 0, statistic: str = "mean", block: int = 0, rows: int = 0, tiles: int = 1,
 ) -> Tensor:  # fmt: skip
-    """Return the mass in plain PyTorch, with whole score matrices; `columns` is needed; what is not written is NaN."""
+    """Return the mass in plain PyTorch, with whole score matrices; `columns` is needed; unwritten elements are NaN."""
     mass = torch.full((sets, tiles, columns), float("nan"), dtype=q.dtype)
     members = q.shape[1] // head_size // sets
     owned = pieces(extents, cu_extents)

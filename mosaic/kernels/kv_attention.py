@@ -1,10 +1,10 @@
 """kv_attention: softmax(q k^T * scale) v per sequence, over keys and values kept in rows of a state buffer.
 
-Row r of q is row `row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`, at
-position p, those before (p // block + 1) * block; with `sees`, those at positions in [sees[r, 0], sees[r, 1]). Where a key
-lies, `mosaic.registrar.operators.kv_store` says. A row in no sequence, or that sees no key, is left as it was. The queries of
-all heads that share keys are packed into one tile; online softmax in float32 (float64 for float64). Legend: T query rows, R
-rows, L layers, S keys, B sequences, X extents, N query heads, K KV heads, H size.
+Row r of q is row `row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`,
+at position p, those before (p // block + 1) * block; with `sees`, those at positions in [sees[r, 0], sees[r, 1]).
+`mosaic.registrar.operators.kv_store` describes the layout of keys. A row in no sequence, or without a visible key, is
+unchanged. The queries of all heads that share keys are packed into one tile; online softmax in float32 (float64 for
+float64). Legend: T query rows, R rows, L layers, S keys, B sequences, X extents, N query heads, K KV heads, H size.
 """
 
 from __future__ import annotations

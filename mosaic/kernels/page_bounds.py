@@ -1,8 +1,9 @@
-"""page_bounds: how much attention the voting rows of each sequence can give to the keys of each page, at most, per set of heads.
+"""page_bounds: an upper bound of the attention of each sequence's voting rows to each page's keys, per set of heads.
 
-The formula is that of the contract (`mosaic.registrar.operators.page_bounds`; Quest, section 3): what of a query is above 0
-is multiplied with the largest key, the rest with the least. Float32 inside (float64 for float64). Legend: T rows, E rows of
-pages, Z sparse layers, M pages, S columns, B sequences, N query heads, K KV heads, H size, A rows times heads of a tile.
+The formula is that of the operator's record (`mosaic.registrar.operators.page_bounds`; Quest, section 3): the positive
+part of a query is multiplied with the largest key, the negative part with the least. Float32 inside (float64 for
+float64). Legend: T rows, E rows of pages, Z sparse layers, M pages, S columns, B sequences, N query heads, K KV heads,
+H size, A rows times heads of a tile.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def reference(
     positions: Tensor | None = None, slot: int, kv_heads: int, head_size: int, sets: int, columns: int = 0, page_span: int = 0,
     statistic: str = "mean", block: int = 0, rows: int = 0, tiles: int = 1,
 ) -> Tensor:  # fmt: skip
-    """Return the bounds in plain PyTorch; `columns` is needed; what is not written is NaN."""
+    """Return the bounds in plain PyTorch; `columns` is needed; unwritten elements are NaN."""
     bound = torch.full((sets, tiles, columns), float("nan"), dtype=q.dtype)
     pages_of = extrema.view(extrema.shape[0], -1, 2, kv_heads, head_size)[:, slot].repeat_interleave(
         sets // kv_heads, dim=2

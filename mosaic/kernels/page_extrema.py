@@ -1,7 +1,7 @@
-"""page_extrema: the least and the largest key of pages, element by element, into the rows of a state.
+"""page_extrema: elementwise minimum and maximum of the keys of pages, into the rows of a state.
 
-Which pages are written where, the contract says (`mosaic.registrar.operators.page_extrema`; Quest, section 3). Legend: R rows
-of keys, L layers, B sequences, X extents, M pages, E rows of pages, Z sparse layers, K KV heads, H size.
+`mosaic.registrar.operators.page_extrema` defines which pages are written where (Quest, section 3). Legend: R rows of
+keys, L layers, B sequences, X extents, M pages, E rows of pages, Z sparse layers, K KV heads, H size.
 """
 
 from __future__ import annotations

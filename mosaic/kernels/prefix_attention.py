@@ -1,8 +1,8 @@
 """prefix_attention: softmax(q k^T * scale) v per sequence over kept keys, and the log-sum-exp of each row's scores.
 
-It is `kv_attention`, which keeps beside the results what they were divided by
-(`mosaic.registrar.operators.prefix_attention`). A row in no sequence, or that sees no key, is left as it was in both. Legend:
-T query rows, R rows, L layers, B sequences, X extents, N query heads, K KV heads, H size.
+It is `kv_attention`, which also writes the log-sum-exps (`mosaic.registrar.operators.prefix_attention`). A row in no
+sequence, or without a visible key, is unchanged in both. Legend: T query rows, R rows, L layers, B sequences, X
+extents, N query heads, K KV heads, H size.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""prefix_logsumexp: over the prefix of each voting row, the logarithm of what the exponentials of its scores add up to.
+"""prefix_logsumexp: the log-sum-exp of each voting row's scores over its prefix.
 
-The formula is that of the contract (`mosaic.registrar.operators.prefix_logsumexp`). Online over tiles of keys, in float32
-(float64 for float64). Legend: T rows, R rows of the state, L layers, B sequences, X extents, N query heads, K KV heads, H
-size, A rows times heads of a tile.
+The formula is that of the operator's record (`mosaic.registrar.operators.prefix_logsumexp`). Online over tiles of keys,
+in float32 (float64 for float64). Legend: T rows, R rows of the state, L layers, B sequences, X extents, N query heads,
+K KV heads, H size, A rows times heads of a tile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""resume_rows: bounds and positions of the rows kept, and which rows to decide are among them.
+"""resume_rows: bounds and positions of the kept rows, and the rows to decide among them.
 
 Outputs overlap no operand. Legend: S numbers of tokens, C rows kept, T tokens, M rows asked for, D rows decided, B sequences.
 """

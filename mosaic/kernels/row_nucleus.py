@@ -1,4 +1,4 @@
-"""row_nucleus: a token of each row drawn from what top-p and top-k keep.
+"""row_nucleus: a token of each row drawn from those within top-p and top-k.
 
 In the order of the logits, the highest first, ties to the lower id, the first n tokens are kept: those before which the
 softmax of logits / temperature has no more mass than top_p (1 and more: all), and no more than top_k (0 and less: all).

@@ -1,4 +1,4 @@
-"""row_score: by what rows are chosen, from their statistics.
+"""row_score: the scores by which rows are chosen, from their statistics.
 
 score overlaps no operand. Legend: M rows.
 """

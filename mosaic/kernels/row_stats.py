@@ -1,4 +1,4 @@
-"""row_stats: what a sampler needs of each row of logits, in float32.
+"""row_stats: the statistics of each row of logits that samplers use, in float32.
 
 The logits are read only. Legend: C rows, V vocabulary.
 """

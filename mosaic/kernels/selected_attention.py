@@ -1,9 +1,9 @@
 """selected_attention: softmax(q k^T * scale) v per sequence, over selected keys of a prefix and all keys after it.
 
-Who attends to what, the contract says (`mosaic.registrar.operators.selected_attention`; MAGE, Algorithm 1). Row r of q is row
-`row_start + r` of the packed window. A row in no sequence, or that sees no key, is left as it was. Selected keys are gathered
-into tiles; online softmax in float32 (float64 for float64). Legend: T query rows, R rows of the state, L layers, B sequences,
-X extents, E rows of selections, N query heads, K KV heads, H size.
+`mosaic.registrar.operators.selected_attention` defines the keys of each query (MAGE, Algorithm 1). Row r of q is row
+`row_start + r` of the packed window. A row in no sequence, or without a visible key, is unchanged. Selected keys are
+gathered into tiles; online softmax in float32 (float64 for float64). Legend: T query rows, R rows of the state, L
+layers, B sequences, X extents, E rows of selections, N query heads, K KV heads, H size.
 """
 
 from __future__ import annotations

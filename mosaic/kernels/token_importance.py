@@ -1,8 +1,8 @@
-"""token_importance: how much attention the voting rows of each sequence give to the positions of its block, per KV head.
+"""token_importance: the attention of each sequence's voting rows to the positions of its block, per KV head.
 
-The formula is that of the contract (`mosaic.registrar.operators.token_importance`; FOCUS, equations 2 and 15). Sums are in
-float32 (float64 for float64). Legend: T rows, R rows of the state, L layers, B sequences, X extents, N query heads, K KV
-heads, H size, P positions of a block, A rows times heads of a tile.
+The formula is that of the operator's record (`mosaic.registrar.operators.token_importance`; FOCUS, equations 2 and 15).
+Sums are in float32 (float64 for float64). Legend: T rows, R rows of the state, L layers, B sequences, X extents, N
+query heads, K KV heads, H size, P positions of a block, A rows times heads of a tile.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """top_keys: the pages of each prefix with the most attention mass, per set, into the rows of a state.
 
-What is chosen, and where it is written, is as the contract says (`mosaic.registrar.operators.top_keys`; MAGE, equation 3).
-The pages of one sequence and set are sorted in the plan's own memory. Legend: S keys of all prefixes, B sequences, E rows, W
-numbers of a row.
+`mosaic.registrar.operators.top_keys` defines which pages are chosen and where they are written (MAGE, equation 3). The
+pages of one sequence and set are sorted in the plan's own memory. Legend: S keys of all prefixes, B sequences, E rows,
+W numbers of a row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""transfer: which rows are committed by their scores, and the tokens after it.
+"""transfer: the rows that are committed by their scores, and the resulting tokens.
 
-The rules are those of the contract. All of them commit, of a sequence's candidates in the order of their scores (ties: the
-lower row), the first few; they differ in how many. Outputs overlap no operand. Legend: M rows, B sequences.
+The rules are those of the operator's record. All of them commit, of a sequence's candidates in the order of their
+scores (ties: the lower row), the first few; they differ in how many. Outputs overlap no operand. Legend: M rows, B
+sequences.
 
 The order is sorted in the plan's own memory (`_order`), and thresholds are counted in it by binary search.
 """

@@ -1,4 +1,4 @@
-"""Style and script of the HTML report, kept as text so that the file it goes into needs no other.
+"""Style and script of the HTML report, kept as text so that the report is a single file.
 
 The script reads one JSON island, draws on two canvases that share their range of ops, and writes names through
 `textContent` only.

@@ -1,4 +1,4 @@
-"""joined_attention on CUDA: attention to a block's own keys, joined with the output over its prefix, which is fresh or was kept.
+"""joined_attention on CUDA: attention to a block's own keys, merged with a fresh or kept output over its prefix.
 
 A tile is that of `kv_attention`. Its online softmax begins with what is given: the output over the prefix, as the sum of one
 exponential whose exponent is the log-sum-exp. A block's own keys are few, so no sequence is split. Legend: T query rows, R
@@ -121,7 +121,7 @@ def joined_attention_kernel(
         count = tl.load(entry + 1)
         begin = tl.load(entry + 2).to(tl.int32)
         end = tl.load(entry + 6, mask=extent + 1 < last_extent, other=2147483647).to(tl.int32)
-        # where the key of position 0 would lie, were the extent to reach there
+        # where the key of position 0 would lie if the extent reached there
         origin = tl.load(entry + 3) - begin
         k = kv + tl.load(entry) * kv_stride + ((2 * layer * HEADS + kv_head) * count + origin) * SIZE
         v = k + HEADS * count * SIZE

@@ -1,9 +1,9 @@
-"""key_mass on CUDA: how much attention the voting rows of each sequence give to each key of its prefix, per set of heads.
+"""key_mass on CUDA: the attention of each sequence's voting rows to each key of its prefix, per set of heads.
 
-Each program owns a run of keys of a sequence, one set of heads and one tile of the block: for some rows after others, from
-the first that votes to the last, which stay in place, it goes over its keys and adds to their statistics. So no matrix is
-larger than a tile, and no sum depends on the order in which programs run. Lengths are read on the device alone: how many
-programs start depends on shapes, so a captured launch serves other lengths. Legend: T rows, R rows of the state, L layers, S
+Each program owns a run of keys of a sequence, one set of heads and one tile of the block: for one tile of rows after
+another, from the first voter to the last, it goes over its keys and updates their statistics. So no matrix is larger
+than a tile, and no sum depends on the order in which programs run. Lengths are read on the device alone: the number of
+programs depends on shapes, so a captured launch serves other lengths. Legend: T rows, R rows of the state, L layers, S
 keys of all prefixes, B sequences, X extents, N query heads, K KV heads, H size.
 """
 
@@ -137,7 +137,7 @@ def key_mass_kernel(
             entry = extents + extent * 4
             begin = tl.load(entry + 2).to(tl.int32)
             end = tl.load(entry + 6, mask=extent + 1 < last_extent, other=2147483647).to(tl.int32)
-            # where the key of position 0 would lie, were the extent to reach there
+            # where the key of position 0 would lie if the extent reached there
             origin = (2 * layer * HEADS + own // (SETS // HEADS)) * tl.load(entry + 1) + tl.load(entry + 3) - begin
             k = kv + tl.load(entry) * kv_stride + origin * SIZE
             stop = tl.minimum(end, high)

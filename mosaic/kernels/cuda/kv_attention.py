@@ -1,18 +1,19 @@
 """kv_attention on CUDA: softmax(q k^T * scale) v per sequence, over keys and values kept in rows of a state buffer.
 
-Row r of q is row `row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`, at
-position p, those before (p // block + 1) * block; with `sees`, those at positions in [sees[r, 0], sees[r, 1]). Where a key
-lies, `mosaic.registrar.operators.kv_store` says. A row in no sequence, or that sees no key, is left as it was.
+Row r of q is row `row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`,
+at position p, those before (p // block + 1) * block; with `sees`, those at positions in [sees[r, 0], sees[r, 1]).
+`mosaic.registrar.operators.kv_store` describes the layout of keys. A row in no sequence, or without a visible key, is
+unchanged.
 
 A tile's rows are tokens of one sequence times the query heads of one KV head, so that these share what is read of kv
-(FlashAttention, Dao et al. 2022, with grouped queries packed). The keys of a sequence are cut into segments, as `kv_segments`
-says, by its own window and keys alone. Each has results of its own, which are joined in order. Where scratch has room for
-them, each segment has a program (Flash-Decoding, Dao et al. 2023), which leaves them there, and a second launch joins them.
-Elsewhere one program joins as it goes, to the same bits. Lengths are read on the device alone: how many programs start
-depends on shapes, so a captured launch serves other lengths. Only tiles of keys that not every row sees whole are masked. On
-Hopper large tiles have a kernel of their own (`kv_attention_hopper`). Keys of one layer and head lie side by side within an
-extent, so they are read as rows of a matrix, not one by one. Legend: T query rows, R rows, L layers, B sequences, X extents,
-N query heads, K KV heads, H head size.
+(FlashAttention, Dao et al. 2022, with grouped queries packed). The keys of a sequence are cut into segments, as
+`kv_segments` says, by its own window and keys alone. Each has results of its own, which are joined in order. Where
+scratch has room for them, each segment has a program (Flash-Decoding, Dao et al. 2023), which leaves them there, and a
+second launch joins them. Elsewhere one program joins as it goes, to the same bits. Lengths are read on the device
+alone: the number of programs depends on shapes, so a captured launch serves other lengths. Only tiles of keys that not
+every row sees whole are masked. On Hopper large tiles have a kernel of their own (`kv_attention_hopper`). Keys of one
+layer and head lie side by side within an extent, so they are read as rows of a matrix, not one by one. Legend: T query
+rows, R rows, L layers, B sequences, X extents, N query heads, K KV heads, H head size.
 """
 
 from __future__ import annotations
@@ -215,7 +216,7 @@ def kv_attention_kernel(
             count = tl.load(entry + 1)
             begin = tl.load(entry + 2).to(tl.int32)
             end = tl.load(entry + 6, mask=extent + 1 < last_extent, other=2147483647).to(tl.int32)
-            # where the key of position 0 would lie, were the extent to reach there
+            # where the key of position 0 would lie if the extent reached there
             origin = tl.load(entry + 3) - begin
             keys_at = tl.load(entry) * kv_stride + ((2 * layer * HEADS + kv_head) * count + origin) * SIZE
             k = kv + keys_at

@@ -120,7 +120,7 @@ if GLUON:
         count = gl.load(entry + 1).to(gl.int32)
         begin = gl.load(entry + 2).to(gl.int32)
         end = gl.load(entry + 6, mask=extent + 1 < last_extent, other=2147483647).to(gl.int32)
-        # where the key of position 0 would lie, were the extent to reach there
+        # where the key of position 0 would lie if the extent reached there
         origin = gl.load(entry + 3).to(gl.int32) - begin
         line = gl.load(entry).to(gl.int32) * line_stride + (2 * layer * HEADS + kv_head) * count + origin
         start = gl.maximum(begin, segment * share)

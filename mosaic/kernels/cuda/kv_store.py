@@ -1,8 +1,9 @@
 """kv_store on CUDA: keys and values of a window of tokens into the rows that their sequences own, in one launch.
 
-Row r of k is row `row_start + r` of the packed window, a token of the sequence that has it; where a position's key lies,
-`mosaic.registrar.operators.kv_store` says. A token in no sequence, or at a position that its sequence has no row for, is not
-kept. kv overlaps no other operand. Legend: T tokens, R rows, L layers, W width of keys, B sequences, X extents.
+Row r of k is row `row_start + r` of the packed window, a token of the sequence that has it;
+`mosaic.registrar.operators.kv_store` describes the layout of keys. A token in no sequence, or at a position without a
+row, is not stored. kv overlaps no other operand. Legend: T tokens, R rows, L layers, W width of keys, B sequences, X
+extents.
 """
 
 from __future__ import annotations

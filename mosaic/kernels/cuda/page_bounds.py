@@ -1,10 +1,10 @@
-"""page_bounds on CUDA: how much attention the voting rows of each sequence can give to the keys of each page, at most.
+"""page_bounds on CUDA: an upper bound of the attention of each sequence's voting rows to the keys of each page.
 
-A program owns a tile of the pages of a sequence, one set of heads and one tile of the block's rows. The mean over queries is
-linear in what of them is above 0 and below: a first launch adds these up, once for each sequence and set, and a second
-multiplies them with the pages. For the largest and the least the program goes over the voting rows and multiplies each tile
-of them. So no matrix is larger than a tile, and a sequence's bounds depend on no other sequence. Legend: T rows, E rows of
-pages, Z sparse layers, M pages, S columns, B sequences, N query heads, K KV heads, H size.
+A program owns a tile of the pages of a sequence, one set of heads and one tile of the block's rows. The mean over
+queries is linear in their positive and negative parts: a first launch adds these up, once per sequence and set, and a
+second multiplies the sums with the pages. For the largest and the least the program goes over the voting rows and
+multiplies each tile of them. So no matrix is larger than a tile, and a sequence's bounds depend on no other sequence.
+Legend: T rows, E rows of pages, Z sparse layers, M pages, S columns, B sequences, N query heads, K KV heads, H size.
 """
 
 from __future__ import annotations

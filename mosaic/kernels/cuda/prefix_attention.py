@@ -1,7 +1,7 @@
 """prefix_attention on CUDA: softmax(q k^T * scale) v per sequence over kept keys, and the log-sum-exp of each row's scores.
 
-These are the kernels of `kv_attention`: whatever writes a row of y has its maximum and its sum, and writes their logarithm
-too. Legend: T query rows, R rows, L layers, B sequences, X extents, N query heads, K KV heads, H size.
+The kernels of `kv_attention`: a program that writes a row of y has its maximum and sum, and also writes the
+log-sum-exp. Legend: T query rows, R rows, L layers, B sequences, X extents, N query heads, K KV heads, H size.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""resume_rows on CUDA: bounds and positions of the rows kept, and which rows to decide are among them, in two launches.
+"""resume_rows on CUDA: bounds and positions of the kept rows, and the rows to decide among them, in two launches.
 
-The first launch looks each row of a sequence up among those that are kept, and counts what it finds; one program a sequence.
-In the second each adds up the counts before its own and writes its rows; one program more writes what nobody decides.
-Scratch: a count per sequence. Nothing is read on the host. Legend: S numbers of tokens, C rows kept, T tokens, M rows asked
-for, D rows decided, B sequences.
+In the first launch one program per sequence looks up its rows among the kept ones and counts those found. In the second
+each adds up the counts before its own and writes its rows; one more program writes the padding. Scratch: a count per
+sequence. Nothing is read on the host. Legend: S numbers of tokens, C rows kept, T tokens, M rows asked for, D rows
+decided, B sequences.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""row_score on CUDA: by what rows are chosen, from their statistics.
+"""row_score on CUDA: the scores by which rows are chosen, from their statistics.
 
 Legend: M rows.
 """

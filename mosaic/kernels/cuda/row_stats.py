@@ -1,4 +1,4 @@
-"""row_stats on CUDA: what a sampler needs of each row of logits, in one pass over the vocabulary.
+"""row_stats on CUDA: the statistics of each row of logits that samplers use, in one pass over the vocabulary.
 
 The logits are read only. One program a row, no scratch; a thread keeps the state of the columns that it reads, so that
 threads meet once a row, not once a tile. Legend: C rows, V vocabulary, L lanes (threads) of a program, W columns that one

@@ -1,4 +1,4 @@
-"""token_importance on CUDA: how much attention the voting rows of each sequence give to the positions of its block, per KV head.
+"""token_importance on CUDA: the attention of each sequence's voting rows to the positions of its block, per KV head.
 
 One program a sequence and KV head, over tiles of tokens times query heads. Scores are computed once for each neighbour of the
 pool, of keys that are listed so far apart: a block is short, and so no score has to be moved between threads. Nothing is read

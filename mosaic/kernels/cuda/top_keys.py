@@ -1,12 +1,12 @@
 """top_keys on CUDA: the pages of each prefix with the most attention mass, per set, without sorting.
 
 The lowest sum that is chosen is found by bisection over the bits of float32, which order as the sums do: of pages in
-registers, a count for each bit. Then the pages above it are written in ascending order, and of those that tie with it the
-lowest ones. Where a sum of masses is enough, the bisection adds up those above too. Long prefixes are cut into parts: a first
-launch counts the pages of each part by bins of their sums; a second lists those at or above the bin in which the lowest
-chosen sum must be, and the last program of a prefix and set to have listed its part chooses among these. Where too many share
-that bin, it chooses among all pages. Lengths are read on the device alone, and sums are added up again in each pass. Legend:
-S keys of all prefixes, B sequences, E rows, W numbers of a row.
+registers, a count for each bit. Then the pages above it are written in ascending order, and of those that tie with it
+the lowest ones. Where a sum of masses is enough, the bisection adds up those above too. Long prefixes are cut into
+parts: a first launch counts the pages of each part by bins of their sums; a second lists those at or above the bin in
+which the lowest chosen sum must be, and the last program of a prefix and set to have listed its part chooses among
+these. If too many share that bin, it chooses among all pages. Lengths are read on the device alone, and sums are added
+up again in each pass. Legend: S keys of all prefixes, B sequences, E rows, W numbers of a row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the kernels of attention share on the CPU: the online softmax of a tile of query rows, and who sees what.
+"""Shared by the kernels of attention on the CPU: the online softmax of a tile of query rows, and visibility of keys.
 
 The online softmax is that of Milakov and Gimelshein 2018 (arXiv 1805.02867): nothing of the size queries x keys exists.
 """
