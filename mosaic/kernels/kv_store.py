@@ -6,15 +6,11 @@ row, is not stored. kv overlaps no other operand. Legend: T tokens, R rows, L la
 extents.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.extents import Piece, kept_tokens, pieces, windows
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(

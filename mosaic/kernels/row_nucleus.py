@@ -11,8 +11,6 @@ Masses are added in float64 here and in float32 on a GPU, in other orders: a tok
 of the sum, about 1e-6, may be kept by one and not by the other.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,8 +18,6 @@ from torch import Tensor
 from mosaic.kernels.shared.order import fill_order, indices_of
 from mosaic.kernels.shared.sampling import exponentials, fill_exponentials
 from mosaic.kernels.shared.scratch import tiles_of
-
-__all__ = ["launch", "reference"]
 
 _LOWEST = torch.finfo(torch.float32).min
 

@@ -4,8 +4,6 @@ A sample is a function of its row's logits, its key and the temperature: never o
 Legend: C rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -15,8 +13,6 @@ from mosaic.kernels.row_stats import take_in
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.sampling import exponentials
 from mosaic.kernels.shared.statistics import RowStatistics, statistics_reference
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(

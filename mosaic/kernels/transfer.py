@@ -7,8 +7,6 @@ sequences.
 The order is sorted in the plan's own memory (`_order`), and thresholds are counted in it by binary search.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Final
@@ -20,8 +18,6 @@ from torch import Tensor
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.order import Order, above, at_least, fill_order, indices_of
 from mosaic.kernels.shared.scratch import tiles_of
-
-__all__ = ["RULES", "bind", "launch", "reference"]
 
 _NEVER: Final = 2**63 - 1
 """Sorts behind every candidate."""

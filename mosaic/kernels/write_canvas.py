@@ -4,13 +4,9 @@ Taken rows are distinct; rows outside the canvas are skipped. canvas overlaps no
 state, C rows that are written.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from mosaic.errors import RuntimeMemoryError
-from mosaic.runtime.cuda_driver import Driver
+from mosaic.runtime.cuda_driver import CudaDriver
 from mosaic.runtime.cuda_range import CudaMemoryError, CudaRange
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.range_pool import RangePool
@@ -20,7 +20,7 @@ VOLATILE: Final = frozenset({"workspace"})
 """Ranges whose contents need not survive a resize: a plan writes its whole workspace in every call."""
 
 
-class CudaPool(RangePool[CudaRange]):
+class CudaPool(RangePool):
     """The ranges of one CUDA device, charged to one ledger. See `CudaRange`.
 
     Parameters
@@ -53,7 +53,7 @@ class CudaPool(RangePool[CudaRange]):
 
     def __init__(
         self,
-        driver: Driver,
+        driver: CudaDriver,
         ledger: DeviceLedger | None = None,
         *,
         page_bytes: int | None = None,

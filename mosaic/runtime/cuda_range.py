@@ -16,10 +16,11 @@ from typing import Final
 from torch import Tensor
 
 from mosaic.errors import RuntimeMemoryError
-from mosaic.runtime.cuda_driver import Addresses, CudaError, Driver
+from mosaic.runtime.cuda_driver import Addresses, CudaDriver, CudaError
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
-from mosaic.runtime.spans import Span, Spans, inner_pages, joined, total, without
+from mosaic.runtime.range_pool import Range
+from mosaic.runtime.spans import Span, Spans, joined, total, without
 from mosaic.units import MIB, format_bytes, round_up
 
 __all__ = ["CHUNK_BYTES", "CudaMemoryError", "CudaRange"]
@@ -51,8 +52,8 @@ class CudaMemoryError(RuntimeMemoryError):
         super().__init__(message)
 
 
-def _abandon(driver: Driver, address: int, size: int, chunks: dict[int, int]) -> None:
-    """End the reservation of a range, closed or not. Finalizers cannot raise, so a failure is logged."""
+def _abandon(driver: CudaDriver, address: int, size: int, chunks: dict[int, int]) -> None:
+    """End a reservation, also of a range that nobody closed. Nothing can be raised from here."""
     try:
         if chunks:
             driver.synchronize()
@@ -63,20 +64,12 @@ def _abandon(driver: Driver, address: int, size: int, chunks: dict[int, int]) ->
         _log.debug("%s keeps %s of addresses until the process ends: %s", driver.name, format_bytes(size), error)
 
 
-class CudaRange:
-    """A reservation of device addresses, of which the prefix `[0, end_bytes)`, except holes, is memory. It never moves.
+class CudaRange(Range):
+    """A range of a device's memory. Touching it beyond the committed bytes is an illegal address.
 
-    Made by `CudaPool.reserve`. Touching more than the committed bytes is an illegal address, by design. Tensors keep
-    the addresses reserved after `close`, never the memory.
-
-    Memory is mapped in chunks of the size of a growth, up to `CHUNK_BYTES`, and a chunk is freed whole. Shrinking into
-    a chunk, or a hole in it, replaces the chunk by smaller ones, so the committed bytes are exact. Kept contents are
-    copied to the host and back, unless the range is `volatile`.
-
-    Attributes
-    ----------
-    How often memory was mapped or unmapped.
-        How often memory was added or given back.
+    Memory is mapped in chunks as large as a growth, up to `CHUNK_BYTES`, and a chunk goes back whole. Shrinking into the
+    middle of one, or a hole in it, replaces it by chunks of what is kept, so that the committed bytes are exact. Contents that
+    are kept cross to the host and back, unless they may go (`volatile`).
     """
 
     def __init__(
@@ -85,21 +78,17 @@ class CudaRange:
         capacity_bytes: int,
         ledger: DeviceLedger,
         page_bytes: int,
-        driver: Driver,
+        driver: CudaDriver,
         synchronize: Callable[[], None],
         volatile: bool,
     ) -> None:
-        self.name, self.page_bytes = name, page_bytes
-        self.capacity_bytes = round_up(max(capacity_bytes, 1), page_bytes)
-        self.committed_bytes = self.changes = 0
-        self._ledger, self._driver = ledger, driver
-        self._closed = False
+        super().__init__(name, capacity_bytes, ledger, page_bytes)
+        self._driver = driver
         self._tensor: Tensor | None = None
         self._synchronize, self._volatile = synchronize, volatile
         self._chunks: dict[int, int] = {}  # address -> size
         self._saved: list[tuple[int, Tensor]] = []  # contents that await memory: (first byte, on the host)
-        self._committed: Spans = ()  # the bytes of the range that chunks cover
-        self._owed: list[tuple[list[Callable[[], None]], int]] = []  # undoing calls that failed, the bytes each returns
+        self._owed: list[tuple[list[Callable[[], None]], int]] = []  # undoing calls that failed, bytes they return
         with interrupts_held():
             try:
                 self.address = driver.reserve(self.capacity_bytes)
@@ -129,57 +118,10 @@ class CudaRange:
             self._tensor = self._driver.as_tensor(self._addresses)
         return self._tensor
 
-    @property
-    def device_tensor(self) -> Tensor:
-        """The same as `tensor`: the range is on the device already."""
-        return self.tensor
-
-    @property
-    def end_bytes(self) -> int:
-        """One past the last byte that is memory."""
-        return self._committed[-1][1] if self._committed else 0
-
-    def _pages(self, end: int, holes: Spans) -> Spans:
-        """The pages of `[0, end)` outside of holes."""
-        return without([(0, end)], inner_pages(holes, self.page_bytes))
-
     # --- growing --------------------------------------------------------------------------------------------------
 
-    def _end(self, num_bytes: int) -> int:
-        end = round_up(num_bytes, self.page_bytes)
-        if self._closed or end > self.capacity_bytes:
-            self._ledger.require(self.name, end - self.committed_bytes)
-            raise RuntimeMemoryError(
-                f"{self.name}: {num_bytes:,} bytes asked for, the range holds "
-                f"{0 if self._closed else self.capacity_bytes:,} at most: reserve a larger one."
-            )
-        return end
-
-    def commit(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
-        """Back `[0, num_bytes)`, rounded up to pages, with memory. All or nothing.
-
-        Parameters
-        ----------
-        num_bytes
-            One past the last byte that must be memory.
-        holes
-            Bytes `[start, end)`, sorted, that need not be memory: the whole pages inside are left as they are.
-        populate
-            Unused: memory of a device is always populated. Its contents are undefined.
-
-        Raises
-        ------
-        DoesNotFit
-            If the ledger's budget does not allow it.
-        CudaMemoryError
-            If the driver refuses; nothing is changed.
-        """
-        missing = without(self._pages(self._end(num_bytes), holes), self._committed)
-        if missing:
-            self._grow(missing)
-
-    def _grow(self, missing: Spans) -> None:
-        """Map spans of the range and restore their saved contents; on failure, unmap all that this call mapped."""
+    def _grow(self, missing: Spans, populate: bool = True) -> None:
+        """Map spans of the range, with what was saved of them; whatever fails, what was mapped goes back."""
         size = total(missing)
         try:
             with interrupts_held() as raise_pending, ExitStack() as undo:
@@ -318,18 +260,8 @@ class CudaRange:
         self._saved = waiting
 
     def _count(self, committed: Spans) -> None:
-        self._committed, self.committed_bytes = committed, total(committed)
+        self._committed = committed
         self.changes += 1
-
-    def resize(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
-        """Commit and decommit so that exactly `[0, num_bytes)`, rounded up to pages, has memory, except `holes`."""
-        self._end(num_bytes)
-        self.decommit(num_bytes, holes=holes)
-        self.commit(num_bytes, holes=holes, populate=populate)
-
-    def resident_bytes(self) -> int:
-        """Give the bytes in physical memory: the committed ones. `verify` reads the driver's own counter."""
-        return self.committed_bytes
 
     def _refused(self, asked: str, size: int, state: str, error: CudaError) -> CudaMemoryError:
         try:

@@ -27,7 +27,7 @@ from mosaic.runtime.numbers import Numbers
 from mosaic.runtime.poison import Poison
 from mosaic.runtime.regions import Regions
 from mosaic.runtime.segments import Segment
-from mosaic.runtime.streams import CudaStreams, Streams, device_lost
+from mosaic.runtime.streams import CudaStreams, device_lost
 from mosaic.runtime.unroll import unroll
 from mosaic.runtime.views import Views
 from mosaic.runtime.weight_guard import WeightGuard
@@ -108,7 +108,7 @@ class Executor:
         tensors: Mapping[str, Tensor] | None = None,
         weights: WeightMap | None = None,
         debug: Debug = None,
-        streams: Streams | None = None,
+        streams: CudaStreams | None = None,
         capture: bool = False,
         graphs: GraphMemory | None = None,
     ) -> None:

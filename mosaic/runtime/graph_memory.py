@@ -12,9 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+import torch
+
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
-from mosaic.runtime.streams import Replay
 from mosaic.units import MIB, format_bytes
 
 __all__ = ["GRAPH_BYTES", "GraphMemory", "NoRoom"]
@@ -29,7 +30,7 @@ class NoRoom(Exception):
 
 @dataclass(slots=True)
 class _Kept:
-    graph: Replay
+    graph: torch.cuda.CUDAGraph
     num_bytes: int
 
 
@@ -102,8 +103,8 @@ class GraphMemory:
         """Begin a step: graphs of the last step are not in use any more."""
         self._in_use.clear()
 
-    def find(self, key: Hashable) -> Replay | None:
-        """Return the graph of a key, which is then in use; None if it is not kept."""
+    def find(self, key: Hashable) -> torch.cuda.CUDAGraph | None:
+        """Return the graph of a key, to be launched in this step; None if it is not kept."""
         kept = self._kept.get(key)
         if kept is None:
             return None
@@ -111,8 +112,8 @@ class GraphMemory:
         self._in_use.add(key)
         return kept.graph
 
-    def capture(self, key: Hashable, capture: Callable[[], Replay]) -> None:
-        """Capture the graph of a key, launch it, and measure its bytes.
+    def capture(self, key: Hashable, capture: Callable[[], torch.cuda.CUDAGraph]) -> None:
+        """Capture the graph of a key, launch it, and count what it takes.
 
         Raises
         ------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,28 +11,11 @@ from mosaic.runtime.batch import fill_rows
 from mosaic.runtime.host_copy import bytes_of, spans, view_like
 from mosaic.runtime.numbers import Numbers
 
-__all__ = ["HostInputs", "Link", "PinnedLink", "Sent"]
-
-
-class Sent(Protocol):
-    """Copies that were launched."""
-
-    def synchronize(self) -> None:
-        """Wait until they are done."""
-
-
-class Link(Protocol):
-    """Copies bytes of the host to a device."""
-
-    def image(self, size: int) -> Tensor:
-        """Return host memory that the device can copy from, uint8 [size]."""
-
-    def send(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Sent:
-        """Begin to copy (device bytes, image) pairs; images must not change until the copies are done."""
+__all__ = ["HostInputs", "PinnedLink"]
 
 
 class PinnedLink:
-    """Pinned memory, copied on a CUDA device's current stream.
+    """What brings bytes of the host to a device: pinned memory, copied on a CUDA device's current stream.
 
     Parameters
     ----------
@@ -45,11 +27,11 @@ class PinnedLink:
         self._device, self._sent = device, torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def image(self, size: int) -> Tensor:
-        """Return pinned memory."""
+        """Return memory of the host that the device copies from, uint8 [size]."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def send(self, copies: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
-        """Put the copies on the current stream; return their event, which the next call reuses."""
+        """Begin to copy images, of each the device's bytes and the image, which stays as it is until the last call's event."""
         for device, image in copies:
             device.copy_(image, non_blocking=True)
         self._sent.record(torch.cuda.current_stream(self._device))
@@ -70,13 +52,13 @@ class HostInputs:
         To their device; a `PinnedLink` if not given, none on a CPU.
     """
 
-    def __init__(self, inputs: Mapping[str, Tensor], link: Link | None = None) -> None:
+    def __init__(self, inputs: Mapping[str, Tensor], link: PinnedLink | None = None) -> None:
         self.views, self._targets = inputs, dict(inputs)
         self._images: list[tuple[Tensor, Tensor]] = []  # of each span: the device's bytes, and their image
         self._written: dict[str, Numbers] = {}
-        self._sent: Sent | None = None
-        self._last: Mapping[str, Tensor | Numbers] | None = None  # the values in the images
-        self._there: dict[str, Tensor] = {}  # the part of `_last` that is on the device already
+        self._sent: torch.cuda.Event | None = None
+        self._last: Mapping[str, Tensor | Numbers] | None = None  # what the images have
+        self._there: dict[str, Tensor] = {}  # of that, what is on the device already
         names, tensors = [*inputs], [*inputs.values()]
         device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
         if link is None and device is not None:

@@ -13,10 +13,10 @@ from functools import partial
 from torch import Tensor
 
 from mosaic.errors import RuntimeMemoryError
-from mosaic.runtime.cuda_driver import Addresses, CudaError, Driver
+from mosaic.runtime.cuda_driver import Addresses, CudaDriver, CudaError
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
-from mosaic.runtime.page_pool import PAGE_BYTES, HostMemoryError, PagePool, PageRange, System
+from mosaic.runtime.page_pool import PAGE_BYTES, HostMemoryError, Linux, PagePool, PageRange
 from mosaic.runtime.spans import Spans
 from mosaic.units import format_bytes, round_up
 
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 class _Registration:
     """The pinned prefix `[0, size)` of a reservation: one registration, or none."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
         self.address, self.size = 0, 0
 
@@ -69,8 +69,8 @@ class HostRange(PageRange):
         capacity_bytes: int,
         ledger: DeviceLedger,
         page_bytes: int,
-        system: System,
-        driver: Driver,
+        system: Linux,
+        driver: CudaDriver,
         synchronize: Callable[[], None],
     ) -> None:
         self._registration, self._synchronize = _Registration(driver), synchronize
@@ -217,12 +217,12 @@ class HostPool(PagePool):
 
     def __init__(
         self,
-        driver: Driver,
+        driver: CudaDriver,
         ledger: DeviceLedger | None = None,
         *,
         page_bytes: int = PAGE_BYTES,
         synchronize: Callable[[], None] | None = None,
-        system: System | None = None,
+        system: Linux | None = None,
     ) -> None:
         super().__init__(
             ledger if ledger is not None else DeviceLedger(device="host"), page_bytes=page_bytes, system=system

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -25,11 +25,11 @@ from torch import Tensor
 from mosaic.errors import RuntimeMemoryError
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
-from mosaic.runtime.range_pool import RangePool
-from mosaic.runtime.spans import Spans, inner_pages, joined, total, without
+from mosaic.runtime.range_pool import Range, RangePool
+from mosaic.runtime.spans import Spans, joined, total, without
 from mosaic.units import MIB, format_bytes, round_up
 
-__all__ = ["PAGE_BYTES", "Access", "HostMemoryError", "Linux", "PagePool", "PageRange", "System"]
+__all__ = ["PAGE_BYTES", "Access", "HostMemoryError", "Linux", "PagePool", "PageRange"]
 
 PAGE_BYTES: Final = mmap.PAGESIZE
 """Granularity of commits: the system's page, as in the built-in profile of a CPU."""
@@ -68,39 +68,8 @@ class HostMemoryError(RuntimeMemoryError):
         super().__init__(message)
 
 
-class System(Protocol):
-    """The calls to the operating system; tests replace them."""
-
-    def available(self) -> int | None:
-        """Give the bytes that this process can have without swapping; None if unknown."""
-
-    def grows(self) -> bool:
-        """Say whether more becomes available as memory is used, as in some virtual machines."""
-
-    def reserve(self, size: int) -> int:
-        """Reserve inaccessible address space and give its address."""
-
-    def protect(self, address: int, size: int, access: Access) -> None:
-        """Set the protection of pages to `access`; "write" includes reading."""
-
-    def populate(self, address: int, size: int) -> None:
-        """Make accessible pages resident."""
-
-    def discard(self, address: int, size: int) -> None:
-        """Discard the contents of pages."""
-
-    def prefer_huge(self, address: int, size: int) -> None:
-        """Ask for large pages if the system has them."""
-
-    def unmap(self, address: int, size: int) -> None:
-        """End a reservation."""
-
-    def resident(self, address: int, size: int) -> int:
-        """Measure the resident bytes of a range."""
-
-
 class Linux:
-    """The calls as Linux offers them; each raises OSError."""
+    """The calls to the operating system, each of which raises OSError; tests replace them."""
 
     def __init__(self) -> None:
         self._libc = libc = ctypes.CDLL(None, use_errno=True)
@@ -112,12 +81,12 @@ class Linux:
         libc.mincore.argtypes = [address, size, address]
 
     def available(self) -> int | None:
-        """Read MemAvailable, and the rest of the container's limit if there is one."""
+        """Give the bytes that this process can have without swapping, by MemAvailable and its container's limit; None: not said."""
         known = [room for room in (_machine_room(), container_room()) if room is not None]
         return min(known, default=None)
 
     def grows(self) -> bool:
-        """Look for a virtio-mem device: the hypervisor then plugs memory in as it is used."""
+        """Say whether more becomes available as memory is used: a virtio-mem device has the hypervisor plug it in."""
         return any(Path("/sys/bus/virtio/drivers/virtio_mem").glob("virtio*"))
 
     def reserve(self, size: int) -> int:
@@ -129,7 +98,7 @@ class Linux:
         return int(address)
 
     def protect(self, address: int, size: int, access: Access) -> None:
-        """Call mprotect."""
+        """Allow what `access` says and nothing else; "write" includes reading."""
         _check(self._libc.mprotect(address, size, _PROTECTION[access]))
 
     def populate(self, address: int, size: int) -> None:
@@ -141,19 +110,19 @@ class Linux:
                 raise
 
     def discard(self, address: int, size: int) -> None:
-        """Call madvise(DONTNEED): private anonymous pages are freed and read as zero afterwards."""
+        """Give the contents of pages back: they read as zero afterwards."""
         _check(self._libc.madvise(address, size, _MADV_DONTNEED))
 
     def prefer_huge(self, address: int, size: int) -> None:
-        """Call madvise(HUGEPAGE); a kernel without large pages returns EINVAL and uses small ones."""
+        """Ask for large pages; a kernel without them says EINVAL, and does with small ones."""
         self._libc.madvise(address, size, _MADV_HUGEPAGE)
 
     def unmap(self, address: int, size: int) -> None:
-        """Call munmap."""
+        """End a reservation."""
         _check(self._libc.munmap(address, size))
 
     def resident(self, address: int, size: int) -> int:
-        """Count the pages that mincore calls resident."""
+        """Measure the resident bytes of a range."""
         pages = -(-size // mmap.PAGESIZE)
         vector = (ctypes.c_ubyte * pages)()
         _check(self._libc.mincore(address, size, ctypes.addressof(vector)))
@@ -216,27 +185,15 @@ def _os_error() -> OSError:
     return OSError(number, os.strerror(number))
 
 
-class PageRange:
-    """One reservation of `capacity_bytes`, of which `[0, end_bytes)`, except holes, is memory.
-
-    Made by `PagePool.reserve`. `tensor` views the whole reservation without a copy; touching it beyond the committed
-    bytes is a segmentation fault, by design. Tensors keep the addresses reserved after `close`, never the memory.
-
-    Attributes
-    ----------
-    changes
-        How often memory was added or given back.
-    """
+class PageRange(Range):
+    """A range of the host's memory. Touching it beyond the committed bytes is a segmentation fault."""
 
     def __init__(
-        self, name: str, capacity_bytes: int, ledger: DeviceLedger, page_bytes: int, system: System, released: Access
+        self, name: str, capacity_bytes: int, ledger: DeviceLedger, page_bytes: int, system: Linux, released: Access
     ) -> None:
-        self.name, self.page_bytes = name, page_bytes
-        self.capacity_bytes = round_up(max(capacity_bytes, 1), page_bytes)
-        self.changes = 0
-        self._committed: Spans = ()
+        super().__init__(name, capacity_bytes, ledger, page_bytes)
         self._high_water = 0
-        self._ledger, self._system, self._released = ledger, system, released
+        self._system, self._released = system, released
         try:
             self.address = system.reserve(self.capacity_bytes)
         except OSError as error:
@@ -255,62 +212,11 @@ class PageRange:
         return partial(self._system.unmap, self.address, self.capacity_bytes)
 
     @property
-    def committed_bytes(self) -> int:
-        """Bytes that are memory."""
-        return total(self._committed)
-
-    @property
-    def end_bytes(self) -> int:
-        """One past the last byte that is memory."""
-        return self._committed[-1][1] if self._committed else 0
-
-    @property
-    def device_tensor(self) -> Tensor:
-        """The same as `tensor`: the device is the CPU."""
-        return self.tensor
-
-    @property
     def tensor(self) -> Tensor:
         """uint8 [capacity_bytes] over the reservation, zero-copy."""
         if self._tensor is None:
             raise RuntimeMemoryError(f"the range {self.name} is closed: compile the model again.")
         return self._tensor
-
-    def commit(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
-        """Make `[0, num_bytes)` memory, rounded up to pages; committed pages keep their contents. All or nothing.
-
-        Parameters
-        ----------
-        num_bytes
-            One past the last byte that must be memory.
-        holes
-            Bytes `[start, end)`, sorted, that need not be memory: the whole pages inside are left as they are.
-        populate
-            Fault the new pages in now, so that a later touch cannot fail and resident bytes equal committed ones.
-
-        Raises
-        ------
-        DoesNotFit
-            If the ledger's budget does not allow it.
-        RuntimeMemoryError
-            If the range is too small, or the operating system refuses.
-        """
-        end = round_up(num_bytes, self.page_bytes)
-        if self._tensor is None:
-            raise RuntimeMemoryError(f"{self.name}: the range is closed.")
-        if end > self.capacity_bytes:
-            self._ledger.require(self.name, end - self.committed_bytes)
-            raise RuntimeMemoryError(
-                f"{self.name}: {num_bytes:,} bytes asked for, the range holds {self.capacity_bytes:,} at most: "
-                f"reserve a larger one."
-            )
-        missing = without(self._pages(end, holes), self._committed)
-        if missing:
-            self._grow(missing, populate)
-
-    def _pages(self, end: int, holes: Spans) -> Spans:
-        """The pages of `[0, end)` outside of holes."""
-        return without([(0, end)], inner_pages(holes, self.page_bytes))
 
     def _grow(self, missing: Spans, populate: bool) -> None:
         size, end = total(missing), max(missing[-1][1], self.end_bytes)
@@ -377,11 +283,6 @@ class PageRange:
                 self.changes += 1
                 raise_pending()
 
-    def resize(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
-        """Commit and decommit so that exactly `[0, num_bytes)`, rounded up to pages, is memory, except `holes`."""
-        self.decommit(num_bytes, holes=holes)
-        self.commit(num_bytes, holes=holes, populate=populate)
-
     def resident_bytes(self) -> int:
         """Measure the range's bytes in physical memory, as counted by the system."""
         return (
@@ -392,14 +293,15 @@ class PageRange:
 
     def close(self) -> None:
         """Give the memory back, and the addresses once no tensor views them. Closing twice is fine."""
-        if self._tensor is not None:
+        if not self._closed:
+            self._closed = True
             try:
                 self.decommit()
             finally:
                 self._tensor = None
 
 
-class PagePool(RangePool[PageRange]):
+class PagePool(RangePool):
     """The ranges of one device, charged to one ledger.
 
     Parameters
@@ -428,14 +330,14 @@ class PagePool(RangePool[PageRange]):
         ledger: DeviceLedger | None = None,
         *,
         page_bytes: int = PAGE_BYTES,
-        system: System | None = None,
+        system: Linux | None = None,
         released: Access = "none",
     ) -> None:
         super().__init__(ledger if ledger is not None else DeviceLedger())
         if page_bytes <= 0 or page_bytes % mmap.PAGESIZE:
             raise ValueError(f"page_bytes is a multiple of {mmap.PAGESIZE}, got {page_bytes}")
         self.page_bytes, self._released = page_bytes, released
-        self._system: System = system if system is not None else Linux()
+        self._system = system if system is not None else Linux()
 
     def _make(self, name: str, capacity_bytes: int) -> PageRange:
         return PageRange(name, capacity_bytes, self.ledger, self.page_bytes, self._system, self._released)

@@ -1,61 +1,26 @@
 """Streams: they carry a step's launches, and events order the launches across streams.
 
-`Streams` is the protocol that a bound step uses. `CudaStreams` implements it for a device; tests record its calls and
-run them in other orders. Without streams (on the CPU) a step runs in program order and needs no events.
+A bound step asks `CudaStreams`, in whose place tests write a log down and run that in other orders. Where there is none (the
+CPU) a step runs in program order and no call orders anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 from warnings import catch_warnings, simplefilter
 
 import torch
 
 from mosaic.errors import DeviceLost, RuntimeMemoryError
 
-__all__ = ["MAIN", "CudaStreams", "Event", "Replay", "Streams", "device_lost", "shared_streams"]
+__all__ = ["MAIN", "CudaStreams", "Event", "device_lost", "shared_streams"]
 
 MAIN: Final = "main"
 Event: TypeAlias = Any
-"""Whatever `Streams.event` makes."""
-
-
-class Replay(Protocol):
-    """A captured step."""
-
-    def replay(self) -> None:
-        """Launch it on the current stream."""
-
-
-class Streams(Protocol):
-    """Named streams of one device; everything that the plan assigns to no other stream runs on "main"."""
-
-    def event(self) -> Event:
-        """Make a reusable event."""
-
-    def record(self, event: Event, stream: str) -> None:
-        """Record an event: it then stands for all work on a stream so far."""
-
-    def wait(self, event: Event, stream: str) -> None:
-        """Make later work on a stream wait for the latest record of an event."""
-
-    def launcher(self, function: Callable[..., object], stream: str) -> Callable[..., object]:
-        """Give a function that calls `function` with its launches on a stream."""
-
-    def step(self) -> AbstractContextManager[None]:
-        """Run the body with "main" current: after the caller's stream, and the caller's stream after it.
-
-        If the body raises, all streams are drained.
-        """
-
-    def capture(self, step: Callable[[], None]) -> Replay:
-        """Capture the launches of a function instead of running them; inside `step` only."""
-
-    def replay(self, captured: Replay) -> None:
-        """Run a captured step as `step` would: after the caller's stream, and the caller's stream after it."""
+"""Whatever `CudaStreams.event` makes."""
 
 
 @cache
@@ -66,7 +31,7 @@ def shared_streams(index: int) -> CudaStreams:
 
 
 class CudaStreams:
-    """One CUDA stream per name. See `shared_streams`.
+    """One CUDA stream per name; "main" is where everything runs that no plan puts elsewhere. See `shared_streams`.
 
     Parameters
     ----------
@@ -152,7 +117,7 @@ class CudaStreams:
             stream.synchronize()
         self._drained = True
 
-    def replay(self, captured: Replay) -> None:
+    def replay(self, captured: torch.cuda.CUDAGraph) -> None:
         """Run a captured step as `step` would.
 
         If the last step came from the same stream, the graph is launched on that stream: it is behind all steps then,

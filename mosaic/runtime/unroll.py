@@ -22,7 +22,7 @@ from mosaic.runtime.ordering import Body, Signal, bodies_of
 from mosaic.runtime.poison import Fill, Poison, Times
 from mosaic.runtime.regions import Chunks, Region, Regions
 from mosaic.runtime.segments import Arguments, Lines, Segment, Step
-from mosaic.runtime.streams import MAIN, Streams
+from mosaic.runtime.streams import MAIN, CudaStreams
 from mosaic.runtime.views import Column, Loop, SliceOf, Views
 
 __all__ = ["unroll"]
@@ -49,7 +49,7 @@ def unroll(
     operators: Mapping[str, Operator],
     regions: Regions,
     views: Views,
-    streams: Streams | None,
+    streams: CudaStreams | None,
     poison: Poison | None,
 ) -> tuple[Segment, ...]:
     """Bind a plan.
@@ -78,7 +78,7 @@ class _Unroller:
         operators: Mapping[str, Operator],
         regions: Regions,
         views: Views,
-        streams: Streams | None,
+        streams: CudaStreams | None,
         poison: Poison | None,
     ) -> None:
         self._operators = operators

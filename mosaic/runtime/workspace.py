@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,10 +18,10 @@ from torch import Tensor
 from mosaic.errors import PlanFormatError, RuntimeMemoryError
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.page_pool import PAGE_BYTES, PagePool
-from mosaic.runtime.range_pool import ClosesOnExit, close_all
+from mosaic.runtime.range_pool import ClosesOnExit, Range, RangePool, close_all
 from mosaic.runtime.spans import Spans
 
-__all__ = ["DTYPES", "Pool", "Range", "Workspace", "torch_dtype"]
+__all__ = ["DTYPES", "Workspace", "torch_dtype"]
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     name: getattr(torch, name)
@@ -44,59 +44,6 @@ def torch_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise PlanFormatError(f"unknown dtype '{name}' in the plan; known: {', '.join(DTYPES)}.")
     return DTYPES[name]
-
-
-class Range(Protocol):
-    """A range of a pool on any device: `PageRange`, `CudaRange`, `HostRange`."""
-
-    name: str
-    address: int
-    capacity_bytes: int
-    changes: int
-
-    @property
-    def committed_bytes(self) -> int:
-        """Bytes that are memory."""
-
-    @property
-    def end_bytes(self) -> int:
-        """One past the last byte that is memory; holes before it are not."""
-
-    @property
-    def tensor(self) -> Tensor:
-        """uint8 over the range."""
-
-    @property
-    def device_tensor(self) -> Tensor:
-        """The same bytes as a tensor of the device; it differs from `tensor` only for pinned host memory."""
-
-    def commit(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
-        """Back `[0, num_bytes)`, rounded up to pages, with memory, except in `holes`; nothing is given back."""
-
-    def decommit(self, num_bytes: int = 0, *, holes: Spans = ()) -> None:
-        """Give back memory beyond `[0, num_bytes)`, rounded up to pages, and whole pages inside `holes`."""
-
-    def resize(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
-        """Back exactly `[0, num_bytes)`, rounded up to pages, with memory, except in `holes`."""
-
-    def resident_bytes(self) -> int:
-        """Give the bytes in physical memory."""
-
-
-class Pool(Protocol):
-    """Ranges that share a ledger: `PagePool`, `CudaPool`, `HostPool`."""
-
-    ledger: DeviceLedger
-
-    @property
-    def ranges(self) -> Mapping[str, Range]:
-        """The open ranges by name."""
-
-    def reserve(self, name: str, capacity_bytes: int) -> Range:
-        """Reserve a range; it holds no memory yet."""
-
-    def close(self) -> None:
-        """Close every range."""
 
 
 class Workspace(ClosesOnExit):
@@ -132,10 +79,10 @@ class Workspace(ClosesOnExit):
         *,
         capacities: Mapping[str, int] | None = None,
         page_bytes: int = PAGE_BYTES,
-        pool: Pool | None = None,
-        host: Pool | None = None,
+        pool: RangePool | None = None,
+        host: RangePool | None = None,
     ) -> None:
-        self.pages: Pool = pool if pool is not None else PagePool(ledger, page_bytes=page_bytes)
+        self.pages: RangePool = pool if pool is not None else PagePool(ledger, page_bytes=page_bytes)
         if host is None and isinstance(self.pages, PagePool):
             host = PagePool(DeviceLedger(device=HOST), page_bytes=self.pages.page_bytes)
         self.host = host
@@ -146,7 +93,7 @@ class Workspace(ClosesOnExit):
         """The ledger of the device's pages; `host.ledger` is that of the host."""
         return self.pages.ledger
 
-    def _pool(self, name: str) -> Pool:
+    def _pool(self, name: str) -> RangePool:
         if name != HOST:
             return self.pages
         if self.host is None:

@@ -5,8 +5,6 @@ rows' sums. So a change depends on no other sequence. Legend: T query rows, C co
 sequences.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
@@ -14,8 +12,6 @@ from torch import Tensor
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
-
-__all__ = ["launch"]
 
 # Untuned defaults.
 COLUMNS: Final = 2048

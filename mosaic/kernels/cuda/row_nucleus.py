@@ -6,8 +6,6 @@ are off), and of the tokens that tie with it the lowest ids are kept. Legend: C 
 program.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch
@@ -18,8 +16,6 @@ from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.kernels.cuda.shared.order import rank
 from mosaic.kernels.cuda.shared.sampling import BLOCK, RUN, STRIDE, group_numbers, random_words
 from mosaic.kernels.cuda.shared.statistics import LAST
-
-__all__ = ["launch"]
 
 # Untuned defaults.
 WARPS: Final = 8

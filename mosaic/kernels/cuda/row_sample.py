@@ -3,13 +3,9 @@
 The kernel is that of row_stats; the temperature is read on the device. Legend: C rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mosaic.kernels.cuda.row_stats import launch_rows
-
-__all__ = ["launch"]
 
 
 def launch(

@@ -5,8 +5,6 @@ threads meet once a row, not once a tile. Legend: C rows, V vocabulary, L lanes 
 load of a lane brings.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
@@ -24,9 +22,6 @@ from mosaic.kernels.cuda.shared.sampling import (
 )
 from mosaic.kernels.cuda.shared.statistics import LAST, exponentials, finish, rebase
 from mosaic.registrar.tiles import GROUP_RUN
-
-__all__ = ["launch", "launch_rows"]
-
 
 WARPS: Final = 16
 """Whatever the number of rows is: a row's sums are added up in an order that depends on it. Eight were no faster on an H200."""

@@ -3,13 +3,9 @@
 The kernels are those of unembed_stats; the temperature is read on the device. Legend: C rows, D hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mosaic.kernels.cuda.unembed_stats import launch_unembedding
-
-__all__ = ["launch"]
 
 
 def launch(

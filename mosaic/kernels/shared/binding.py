@@ -4,13 +4,9 @@ A kernel's `bind` takes the arguments of its `launch` and returns a `Run`, which
 The contents of scratch are undefined before a run, so constants are written again each time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeAlias
-
-__all__ = ["Run", "launcher"]
 
 Run: TypeAlias = Callable[[], object]
 _P = ParamSpec("_P")

@@ -6,8 +6,6 @@ apply. A region of tokens may slice queries, never keys and values. y may overwr
 that a query sees, rounded up: without blocks the sum of squared sequence lengths divided by the tokens.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require

@@ -27,11 +27,10 @@ the keys that kept rows attend to. If the positions from first[b] to first[b] + 
 equation 16's. Sums are in float32.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, require
 
 READS = (
     "before", "after", "listed", "first", "progress", "status", "positions", "cu_seqlens", "decoded", "owner", "state",
@@ -74,11 +73,6 @@ OPERATOR = Operator(
     attrs="alpha history threshold placeholders weight=0.0 keep=0 rank='importance'",
     rules=rules,
     moved={"state": "2*B"},
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.evict_tokens"),
-        Implementation(
-            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.evict_tokens", scratch=flags
-        ),
-    ),
+    implementations=kernels_of("evict_tokens", scratch=flags),
     roles={"before": "statistics", "after": "statistics", "rows": "statistics"},
 )

@@ -14,12 +14,11 @@ N]. Fresh outputs are written there, except for rows below P, which belong to th
 row with a prefix is fresh. Nothing is ever sliced. y may overwrite q.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Spec, Specs, require
 from mosaic.registrar.operators.kv_attention import with_sums
 from mosaic.registrar.operators.kv_store import KV, require_layer
-from mosaic.registrar.tiles import QUERY_ROWS, Tile, Tiled, Tiles, compute_dtype
+from mosaic.registrar.tiles import QUERY_ROWS, Tile, Tiles, compute_dtype
 
 
 def rules(
@@ -62,16 +61,6 @@ OPERATOR = Operator(
     moved={"kv": "2*B*rows*kv_heads*head_size", "kept": "q", "kept_sums": "T*kv_heads"},
     rate="attention",
     rate_rows="T*G*kv_heads",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.joined_attention", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.joined_attention"),
-        Implementation(
-            name="invariant",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.joined_attention:launch_invariant",
-            invariant=True,
-            on_request=True,
-        ),
-    ),
+    implementations=kernels_of("joined_attention", tiles=tiles, invariant="joined_attention:launch_invariant"),
     roles={"q": "attention", "y": "attention", "kept": "attention", "fresh": "attention", "kept_sums": "statistics"},
 )  # fmt: skip

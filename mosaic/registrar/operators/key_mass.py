@@ -18,13 +18,12 @@ q, logsumexp, votes and positions are never sliced. `columns` is S. `span`, the 
 is for the cost model alone. `mosaic.registrar.operators.kv_store` describes the layout of keys.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Spec, Specs, require
 from mosaic.registrar.operators.kv_store import KV, require_layer
-from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, SCORES, Tile, Tiled, Tiles, compute_dtype
+from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, SCORES, Tile, Tiles, compute_dtype
 
 STATISTICS: Final = ("mean", "max", "worst")
 
@@ -79,16 +78,6 @@ OPERATOR = Operator(
     moved={"kv": "columns*kv_heads*head_size*tiles"},
     rate="attention",
     rate_rows="T*M*sets",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.key_mass", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.key_mass"),
-        Implementation(
-            name="invariant",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.key_mass:launch_invariant",
-            invariant=True,
-            on_request=True,
-        ),
-    ),
+    implementations=kernels_of("key_mass", tiles=tiles, invariant="key_mass:launch_invariant"),
     roles={"q": "attention", "votes": "statistics", "logsumexp": "statistics", "mass": "statistics"},
 )

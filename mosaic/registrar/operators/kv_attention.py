@@ -16,10 +16,11 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, exact, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Spec, Specs, exact, require
 from mosaic.registrar.operators.attention import require_sees
 from mosaic.registrar.operators.kv_store import KV, require_layer
-from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, Tile, Tiled, Tiles, attention_tiles, compute_dtype
+from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, Tile, Tiles, attention_tiles, compute_dtype
 
 QUERIES: Final = f"q:a[T, G*kv_heads*head_size] {KV} seen@:i32[B] cu_seqlens@:i32[B+1] positions:i32[T]"
 ATTRS: Final = "layer kv_heads head_size scale span keys block=0 parts=1"
@@ -111,26 +112,8 @@ OPERATOR = Operator(
     moved=SEEN,
     rate="attention",
     rate_rows="T*G*kv_heads",
-    implementations=(
-        Implementation(
-            name="cpu", backend="cpu", kernel="mosaic.kernels.kv_attention", scratch=Tiled(tiles), row_origin="q"
-        ),
-        Implementation(
-            name="triton",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.kv_attention",
-            scratch=segment_results,
-            row_origin="q",
-        ),
-        Implementation(
-            name="invariant",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.kv_attention:launch_invariant",
-            scratch=segment_results,
-            row_origin="q",
-            invariant=True,
-            on_request=True,
-        ),
+    implementations=kernels_of(
+        "kv_attention", tiles=tiles, scratch=segment_results, row_origin="q", invariant="kv_attention:launch_invariant"
     ),
     roles={"q": "attention", "y": "attention"},
 )

@@ -10,11 +10,10 @@ it, and the number of the extent's tokens that precede that one. Sequence b has 
 `cu_extents[b + 1]`. A token in no sequence, or at a position without a row, is not stored. A region of tokens may slice
 k, v and positions, nothing else."""
 
-from __future__ import annotations
-
 from typing import Final
 
-from mosaic.registrar.operator import Dim, Implementation, Operator, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Dim, Operator, require
 
 KV: Final = "kv@#:a[R, L*2*kv_heads*head_size] extents@#:i64[X, 4] cu_extents@:i32[B+1]"
 """The operands of an operator that reads kept keys. `cu_seqlens` has B + 1 numbers for B sequences."""
@@ -38,11 +37,6 @@ OPERATOR = Operator(
     attrs="layer head_size",
     rules=rules,
     moved={"kv": "2*k", **dict.fromkeys(("extents", "cu_extents", "cu_seqlens"), "0")},
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.kv_store", row_origin="k"),
-        Implementation(
-            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.kv_store", row_origin="k"
-        ),
-    ),
+    implementations=kernels_of("kv_store", row_origin="k"),
     roles={"k": "attention", "v": "attention"},
 )

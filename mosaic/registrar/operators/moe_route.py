@@ -6,12 +6,11 @@ consecutive experts, they are chosen from the `top_groups` groups with the large
 weights are divided by their sum if `normalize`, then multiplied by `scale`.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, divides, require
-from mosaic.registrar.tiles import Tile, Tiled, Tiles, compute_dtype
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, divides, require
+from mosaic.registrar.tiles import Tile, Tiles, compute_dtype
 
 
 def rules(*, E: Dim, top_k: int, scoring: str, groups: int, top_groups: int, **_: object) -> None:
@@ -65,11 +64,6 @@ OPERATOR = Operator(
     rules=rules,
     flops="2*x*E",
     rate="gemm",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.moe_route", scratch=Tiled(tiles)),
-        Implementation(
-            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.moe_route", scratch=logits
-        ),
-    ),
+    implementations=kernels_of("moe_route", tiles=tiles, scratch=logits),
     roles={"scores": "ffn", "experts": "ffn"},
 )

@@ -3,13 +3,12 @@
 `arrivals` are 0 before and after: counters of the splits, see `mosaic.registrar.few_rows`.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from mosaic.registrar.few_rows import partial_floats, require_arrivals, split_count, tile_count
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
-from mosaic.registrar.tiles import Tile, Tiled, Tiles, linear_tiles, norm_tiles, tiles_bytes
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Spec, Specs, require
+from mosaic.registrar.tiles import Tile, Tiles, linear_tiles, norm_tiles, tiles_bytes
 
 PROGRAMS: Final = 384
 """Programs that fill a GPU that runs three per multiprocessor."""
@@ -51,9 +50,6 @@ OPERATOR = Operator(
     moved={"arrivals": "0"},
     rate="few_rows",
     rate_columns="Q + 2*W",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.norm_qkv", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.norm_qkv", scratch=partials),
-    ),
+    implementations=kernels_of("norm_qkv", tiles=tiles, scratch=partials, invariant=False),
     roles={"q": "attention", "k": "attention", "v": "attention"},
 )

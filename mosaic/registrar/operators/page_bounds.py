@@ -13,12 +13,11 @@ With `rows` above 0 each tile of rows has its own bounds, as in `key_mass`. Noth
 `page_span`, the mean number of pages that a row is multiplied with, is for the cost model alone.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Spec, Specs, require
 from mosaic.registrar.operators.key_mass import require_sets, require_tiles
 from mosaic.registrar.operators.kv_store import require_layer
-from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, SCORES, Tile, Tiled, Tiles, compute_dtype
+from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, SCORES, Tile, Tiles, compute_dtype
 
 
 def rules(
@@ -61,11 +60,6 @@ OPERATOR = Operator(
     moved={"extrema": "2*columns*tiles*kv_heads*head_size"},
     rate="attention",
     rate_rows="T*M*sets",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.page_bounds", scratch=Tiled(tiles)),
-        Implementation(
-            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.page_bounds", scratch=query_sums
-        ),
-    ),
+    implementations=kernels_of("page_bounds", tiles=tiles, scratch=query_sums),
     roles={"q": "attention", "votes": "statistics", "bound": "statistics"},
 )

@@ -10,11 +10,10 @@ Nothing is ever sliced. `tokens`, about the number of keys in the written pages,
 programs on a GPU. `mosaic.registrar.operators.kv_store` describes the layout of keys.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, require
 from mosaic.registrar.operators.kv_store import KV, require_layer
-from mosaic.registrar.tiles import Tile, Tiled, Tiles
+from mosaic.registrar.tiles import Tile, Tiles
 
 
 def rules(*, L: Dim, J: Dim, layer: int, slot: int, page: int, **_: object) -> None:
@@ -36,9 +35,6 @@ OPERATOR = Operator(
     attrs="layer slot page kv_heads head_size tokens",
     rules=rules,
     moved={"kv": "2*tokens*kv_heads*head_size", "extrema": "0"},
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.page_extrema", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.page_extrema"),
-    ),
+    implementations=kernels_of("page_extrema", tiles=tiles),
     roles={"extrema": "statistics"},
 )

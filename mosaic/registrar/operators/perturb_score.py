@@ -4,10 +4,9 @@ The highest k results are k draws without replacement from softmax(score / tempe
 Source: Kool et al. 2019, "Stochastic Beams and Where to Find Them" (the Gumbel-top-k trick).
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
-from mosaic.registrar.tiles import ROW_NUMBERS, SCORE_ROWS, Tile, Tiled, Tiles
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Operator, Specs
+from mosaic.registrar.tiles import ROW_NUMBERS, SCORE_ROWS, Tile, Tiles
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -18,8 +17,5 @@ OPERATOR = Operator(
     name="perturb_score",
     operands="score!:f32[M] keys:i64[M] temperature@:f32[1]",
     flops="4*score",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.perturb_score", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.perturb_score"),
-    ),
+    implementations=kernels_of("perturb_score", tiles=tiles),
 )

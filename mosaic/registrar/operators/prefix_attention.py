@@ -7,11 +7,9 @@ k_j * scale)), in float32. A row in no sequence, or without a visible key, is un
 `joined_attention` reads it.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Implementation, Operator
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Operator
 from mosaic.registrar.operators.kv_attention import ATTRS, QUERIES, SEEN, rules, segment_results, with_sums
-from mosaic.registrar.tiles import Tiled
 
 OPERATOR = Operator(
     name="prefix_attention",
@@ -22,30 +20,12 @@ OPERATOR = Operator(
     moved=SEEN,
     rate="attention",
     rate_rows="T*G*kv_heads",
-    implementations=(
-        Implementation(
-            name="cpu",
-            backend="cpu",
-            kernel="mosaic.kernels.prefix_attention",
-            scratch=Tiled(with_sums),
-            row_origin="q",
-        ),
-        Implementation(
-            name="triton",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.prefix_attention",
-            scratch=segment_results,
-            row_origin="q",
-        ),
-        Implementation(
-            name="invariant",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.prefix_attention:launch_invariant",
-            scratch=segment_results,
-            row_origin="q",
-            invariant=True,
-            on_request=True,
-        ),
+    implementations=kernels_of(
+        "prefix_attention",
+        tiles=with_sums,
+        scratch=segment_results,
+        row_origin="q",
+        invariant="prefix_attention:launch_invariant",
     ),
     roles={"q": "attention", "y": "attention", "logsumexp": "statistics"},
 )

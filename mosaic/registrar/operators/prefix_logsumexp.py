@@ -9,13 +9,12 @@ q and votes are never sliced. For the cost model alone: `span`, the mean number 
 number in all prefixes. `mosaic.registrar.operators.kv_store` describes the layout of keys.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, exact
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, exact
 from mosaic.registrar.operators.kv_store import KV, require_layer
-from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, SCORES, Tile, Tiled, Tiles, compute_dtype
+from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, SCORES, Tile, Tiles, compute_dtype
 
 
 def rules(*, L: Dim, layer: int, **_: object) -> None:
@@ -55,17 +54,8 @@ OPERATOR = Operator(
     moved={"kv": "keys*kv_heads*head_size"},
     rate="attention",
     rate_rows="T*G*kv_heads",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.prefix_logsumexp", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.prefix_logsumexp", scratch=sums),
-        Implementation(
-            name="invariant",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.prefix_logsumexp:launch_invariant",
-            scratch=sums,
-            invariant=True,
-            on_request=True,
-        ),
+    implementations=kernels_of(
+        "prefix_logsumexp", tiles=tiles, scratch=sums, invariant="prefix_logsumexp:launch_invariant"
     ),
     roles={"q": "attention", "votes": "statistics", "logsumexp": "statistics"},
 )

@@ -8,10 +8,9 @@ kept[owner[b], p - P, N*H], and change[b] is 0. Otherwise, and in a step without
 kept queries. It is 0 if P is 0, if there are no rows, or if both are equal. Nothing is ever sliced.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, require
-from mosaic.registrar.tiles import Tile, Tiled, Tiles, compute_dtype
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, require
+from mosaic.registrar.tiles import Tile, Tiles, compute_dtype
 
 
 def rules(*, J: Dim, rows: int, **_: object) -> None:
@@ -39,11 +38,6 @@ OPERATOR = Operator(
     rules=rules,
     flops="5*q",
     moved={"kept": "q"},
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.query_change", scratch=Tiled(tiles)),
-        Implementation(
-            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.query_change", scratch=row_sums
-        ),
-    ),
+    implementations=kernels_of("query_change", tiles=tiles, scratch=row_sums),
     roles={"q": "attention", "kept": "attention", "change": "statistics"},
 )

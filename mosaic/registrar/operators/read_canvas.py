@@ -4,11 +4,10 @@ A canvas is a state of tokens, one per position; steps read their windows from i
 outside the canvas is open.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
-from mosaic.registrar.operator import Implementation, Operator
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Operator
 
 OPEN: Final = -1
 """The canvas's value of undecided positions."""
@@ -20,9 +19,6 @@ OPERATOR = Operator(
     attrs="open_id",
     moved={"canvas": "rows"},
     rate_rows="C",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.read_canvas"),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.read_canvas"),
-    ),
+    implementations=kernels_of("read_canvas"),
     roles={"y": "hidden"},
 )

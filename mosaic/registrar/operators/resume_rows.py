@@ -13,9 +13,8 @@ graph must run. Otherwise
 count[0] = bounds[B], whether the rows fit or not. `most` is the length of decided and asked.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, require
 
 READS = ("chosen", "bounds", "positions", "rows", "cu_rows")
 
@@ -40,11 +39,6 @@ OPERATOR = Operator(
     """,
     attrs="size most",
     rules=rules,
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.resume_rows"),
-        Implementation(
-            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.resume_rows", scratch=counts
-        ),
-    ),
+    implementations=kernels_of("resume_rows", scratch=counts),
     roles={"kept_positions": "statistics", "decided": "statistics", "place": "statistics"},
 )

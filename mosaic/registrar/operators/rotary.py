@@ -5,12 +5,11 @@ sequences[T] int32, inv_freq[S, R/2] has a row per sequence, and token t uses ro
 multiplied by `factor`.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
-from mosaic.registrar.tiles import Tile, Tiled, Tiles, compute_dtype
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Spec, Specs, require
+from mosaic.registrar.tiles import Tile, Tiles, compute_dtype
 
 
 def rules(*, S: tuple[Dim, ...], R: Dim, head_size: int, factor: float, sequences: Spec | None, **_: object) -> None:
@@ -42,9 +41,6 @@ OPERATOR = Operator(
     attrs="head_size factor=1.0",
     rules=rules,
     flops="6*x",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.rotary", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.rotary"),
-    ),
+    implementations=kernels_of("rotary", tiles=tiles),
     roles={"x": "attention"},
 )

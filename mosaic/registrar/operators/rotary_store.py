@@ -4,11 +4,10 @@ Equal to `head_norm` (if there are norms), `rotary` and `kv_store`, which descri
 are not written. A region of tokens may slice the rows of q, k, v, positions and sequences.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Spec, Specs, require
 from mosaic.registrar.operators import kv_store, rotary
-from mosaic.registrar.tiles import Tile, Tiled, Tiles, norm_tiles, tiles_bytes
+from mosaic.registrar.tiles import Tile, Tiles, norm_tiles, tiles_bytes
 
 
 def rules(
@@ -40,11 +39,6 @@ OPERATOR = Operator(
     rules=rules,
     flops="10*q",
     moved={"kv": "2*k", **dict.fromkeys(("extents", "cu_extents", "cu_seqlens"), "0")},
-    implementations=(
-        Implementation(
-            name="cpu", backend="cpu", kernel="mosaic.kernels.rotary_store", scratch=Tiled(tiles), row_origin="q"
-        ),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.rotary_store", row_origin="q"),
-    ),
+    implementations=kernels_of("rotary_store", tiles=tiles, row_origin="q"),
     roles={"q": "attention", "k": "attention", "v": "attention"},
 )  # fmt: skip

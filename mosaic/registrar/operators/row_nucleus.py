@@ -7,10 +7,9 @@ second, and `entropy`, negative as Dream's: sum p log(p + 1e-10). temperature[1]
 1. keys[C] and the noise are those of `row_sample`.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
-from mosaic.registrar.tiles import COUNTER_COLUMNS, COUNTERS, GROUP_RUN, Tile, Tiled, Tiles
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Operator, Specs
+from mosaic.registrar.tiles import COUNTER_COLUMNS, COUNTERS, GROUP_RUN, Tile, Tiles
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -31,10 +30,7 @@ OPERATOR = Operator(
         probability:f32[C] margin:f32[C] entropy:f32[C]
     """,
     flops="10*logits",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.row_nucleus", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.row_nucleus"),
-    ),
+    implementations=kernels_of("row_nucleus", tiles=tiles),
     roles={
         "sample": "statistics",
         "probability": "statistics",

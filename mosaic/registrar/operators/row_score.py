@@ -5,12 +5,11 @@ minus the runner-up's; `entropy`: -entropy; `random`: a number in (0, 1) from th
 Rows are never sliced: `sequential` counts them.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Implementation, Operator, Spec, Specs, require
-from mosaic.registrar.tiles import ROW_NUMBERS, SCORE_ROWS, Tile, Tiled, Tiles
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Operator, Spec, Specs, require
+from mosaic.registrar.tiles import ROW_NUMBERS, SCORE_ROWS, Tile, Tiles
 
 KINDS: Final = ("confidence", "margin", "entropy", "random", "sequential")
 
@@ -38,10 +37,7 @@ OPERATOR = Operator(
     attrs="kind",
     rules=rules,
     flops="4*M",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.row_score", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.row_score"),
-    ),
+    implementations=kernels_of("row_score", tiles=tiles),
     roles={
         "maximum": "statistics",
         "second": "statistics",

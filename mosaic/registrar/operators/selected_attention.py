@@ -11,16 +11,15 @@ of tokens may slice q, positions and y, nothing else. y may overwrite q.
 `attended`, the mean number of keys that a query attends to, is for the cost model alone.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, require
 from mosaic.registrar.operators.key_mass import require_sets, require_tiles
 from mosaic.registrar.operators.kv_attention import tiles
 from mosaic.registrar.operators.kv_store import KV, require_layer
 from mosaic.registrar.operators.top_keys import require_selection
-from mosaic.registrar.tiles import KEY_ROWS, Tile, Tiled, Tiles
+from mosaic.registrar.tiles import KEY_ROWS, Tile, Tiles
 
 
 def rules(
@@ -75,21 +74,8 @@ OPERATOR = Operator(
     moved={"kv": "2*B*k*sets*tiles*head_size", "selected": "B*sets*tiles + B*sets*tiles*k/page"},
     rate="attention",
     rate_rows="T*M*sets",
-    implementations=(
-        Implementation(
-            name="cpu", backend="cpu", kernel="mosaic.kernels.selected_attention", scratch=Tiled(gathered), row_origin="q"
-        ),
-        Implementation(
-            name="triton", backend="cuda", kernel="mosaic.kernels.cuda.selected_attention", scratch=partials, row_origin="q"
-        ),
-        Implementation(
-            name="invariant",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.selected_attention:launch_invariant",
-            row_origin="q",
-            invariant=True,
-            on_request=True,
-        ),
+    implementations=kernels_of(
+        "selected_attention", tiles=gathered, scratch=partials, row_origin="q", invariant="selected_attention:launch_invariant"
     ),
     roles={"q": "attention", "y": "attention", "selected": "statistics"},
 )  # fmt: skip

@@ -3,13 +3,12 @@
 `arrivals` are 0 before and after: counters of the splits, see `mosaic.registrar.few_rows`.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from mosaic.registrar.few_rows import partial_floats, require_arrivals, split_count, tile_count
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs
-from mosaic.registrar.tiles import Tiled, Tiles, linear_tiles
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs
+from mosaic.registrar.tiles import Tiles, linear_tiles
 
 PROGRAMS: Final = 160
 """Programs that fill a GPU that runs one per multiprocessor."""
@@ -38,9 +37,6 @@ OPERATOR = Operator(
     moved={"arrivals": "0"},
     rate="few_rows",
     rate_columns="N",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.split_linear_add", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.split_linear_add", scratch=partials),
-    ),
+    implementations=kernels_of("split_linear_add", tiles=tiles, scratch=partials, invariant=False),
     roles={"y": "hidden"},
 )

@@ -11,11 +11,10 @@ heads: the difference of two layers' importances is 0 on average.
 Nothing is ever sliced. `mosaic.registrar.operators.kv_store` describes the layout of keys.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, require
 from mosaic.registrar.operators.kv_store import KV, require_layer
-from mosaic.registrar.tiles import QUERY_ROWS, Tile, Tiled, Tiles, compute_dtype
+from mosaic.registrar.tiles import QUERY_ROWS, Tile, Tiles, compute_dtype
 
 READS = ("q", "kv", "extents", "cu_extents", "cu_seqlens", "votes", "first", "listed")
 
@@ -48,9 +47,6 @@ OPERATOR = Operator(
     moved={"kv": "listed*kv_heads*head_size"},
     rate="attention",
     rate_rows="T*G*kv_heads",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.token_importance", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.token_importance"),
-    ),
+    implementations=kernels_of("token_importance", tiles=tiles),
     roles={"q": "attention", "votes": "statistics", "importance": "statistics"},
 )

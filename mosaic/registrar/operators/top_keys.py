@@ -12,14 +12,13 @@ index among them) and every set it holds 1 + k / page numbers: the count, then t
 ascending. Numbers after them are unchanged, as are all numbers of a sequence with P = 0, and of other slots.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 from functools import lru_cache
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, divides, exact, require
-from mosaic.registrar.tiles import Tile, Tiled, Tiles
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, divides, exact, require
+from mosaic.registrar.tiles import Tile, Tiles
 
 
 def rules(*, W: Dim, slot: int, sets: int, k: int, page: int, ratio: float, enough: float, **_: object) -> None:
@@ -106,17 +105,6 @@ OPERATOR = Operator(
     attrs="slot sets k page ratio=0.0 enough=0.0",
     rules=rules,
     moved={"selected": "B*sets + B*sets*k/page"},
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.top_keys", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.top_keys", scratch=lists),
-        Implementation(
-            name="invariant",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.top_keys:launch_invariant",
-            scratch=lists,
-            invariant=True,
-            on_request=True,
-        ),
-    ),
+    implementations=kernels_of("top_keys", tiles=tiles, scratch=lists, invariant="top_keys:launch_invariant"),
     roles={"mass": "statistics", "selected": "statistics"},
 )

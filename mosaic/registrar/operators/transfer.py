@@ -15,12 +15,11 @@ are the rows whose `current` is `mask_id`, ordered by score, the highest first, 
   (LLaDA2.1).
 """
 
-from __future__ import annotations
-
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Implementation, Operator, Spec, Specs, require
-from mosaic.registrar.tiles import Tile, Tiled, Tiles
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Operator, Spec, Specs, require
+from mosaic.registrar.tiles import Tile, Tiles
 
 RULES: Final = ("top", "threshold", "dynamic", "above", "factor", "edit")
 READS: Final = ("token", "score", "current", "cu_rows", "quota", "threshold", "edit_threshold")
@@ -47,9 +46,6 @@ OPERATOR = Operator(
     """,
     attrs="rule mask_id",
     rules=rules,
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.transfer", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.transfer"),
-    ),
+    implementations=kernels_of("transfer", tiles=tiles),
     roles={"token": "statistics", "score": "statistics", "chosen": "statistics", "committed": "statistics"},
 )

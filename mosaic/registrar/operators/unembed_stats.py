@@ -1,12 +1,11 @@
 """The statistics of `row_stats` for x[C, D] @ weight[V, D].T, kept online per vocabulary tile: logits never exist."""
 
-from __future__ import annotations
-
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs
 from mosaic.registrar.operators.row_stats import STATISTICS, STATISTICS_OF_C
-from mosaic.registrar.tiles import Tile, Tiled, Tiles, statistics_tile, statistics_tiles
+from mosaic.registrar.tiles import Tile, Tiles, statistics_tile, statistics_tiles
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -67,9 +66,6 @@ OPERATOR = Operator(
     operands=f"x:a[C, D] weight:a[V, D] -> {STATISTICS_OF_C}",
     flops="2*x*V",
     rate="unembed",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.unembed_stats", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.unembed_stats", scratch=partials),
-    ),
+    implementations=kernels_of("unembed_stats", tiles=tiles, scratch=partials, invariant=False),
     roles={**dict.fromkeys(STATISTICS, "statistics"), "x": "logits and head"},
 )
