@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 NEARLY: Final = 1 - 2.0**-20
-"""What a product is multiplied by before it is rounded up, so that its own rounding adds nothing."""
+"""Factor on a product before it is rounded up, so that the product's own rounding adds nothing."""
 UNPROCESSED: Final = 2
 """The status of a masked row that has not been processed in its block."""
 
@@ -90,7 +90,7 @@ def _budget(own: NDArray[np.float32], decoded: int, alpha: float, kind: str, wei
 
 
 def _spread(deltas: Mapping[int, float], listed: Sequence[float], threshold: str) -> tuple[float, float]:
-    """The mean that deltas are compared with, and the mean of the squares of what they are off it."""
+    """The mean that deltas are compared with, and their mean squared distance from it."""
     if threshold == "deviation":
         return 0.0, sum(delta * delta for delta in listed) / max(len(listed), 1)
     mean = sum(deltas.values()) / max(len(deltas), 1)
@@ -98,7 +98,7 @@ def _spread(deltas: Mapping[int, float], listed: Sequence[float], threshold: str
 
 
 def _candidates(deltas: Mapping[int, float], mean: float, square: float) -> int:
-    """How many deltas are so large that their rows are kept."""
+    """The number of deltas that are large enough to keep their rows."""
     return sum(delta >= mean and (delta - mean) ** 2 >= square for delta in deltas.values())
 
 
@@ -115,7 +115,7 @@ def _chosen(ranks: Mapping[int, float], places: Mapping[int, int], target: int) 
 
 
 def _placed(chosen: set[int], low: int, high: int, statuses: Sequence[int], *, masked: bool) -> list[int]:
-    """The rows of a sequence that are kept, of which these are chosen."""
+    """The kept rows of a sequence, given the chosen ones."""
     rightmost = max(chosen, default=low)
     return [
         at

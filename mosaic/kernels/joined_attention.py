@@ -93,7 +93,7 @@ def _runs(positions: Sequence[int], limits: Sequence[int], before: int) -> Itera
 def _joining(
     y_KTGH: Tensor, earlier: tuple[Tensor, Tensor] | None, sums: Tensor, given: Tensor, given_sums: Tensor
 ) -> Finish:
-    """Write what each tile is found to be, joined with the outputs [T, K, G, H] and log-sum-exps [T, K, G] that there are."""
+    """Write each tile's result, merged with given outputs [T, K, G, H] and log-sum-exps [T, K, G]."""
 
     def join(tile: tuple[slice, slice, slice], found: Tensor) -> None:
         if earlier is not None:

@@ -87,7 +87,7 @@ def bind(
 
 
 def _storing(y_KTGH: Tensor, sums_KTG: Tensor | None, sums: Tensor | None) -> Finish:
-    """Write what each tile is found to be, and its log-sum-exps where there is a place for them."""
+    """Write each tile's result, and its log-sum-exps if they are asked for."""
 
     def store(tile: tuple[slice, slice, slice], found: Tensor) -> None:
         y_KTGH[tile].copy_(found)

@@ -111,7 +111,7 @@ def _parts(q_TMH: Tensor, runs: Sequence[tuple[int, int]], most: int) -> Iterato
 
 
 def _gathered(rows_E2H: Tensor, some: Tensor, pages: Tensor, wide: Sequence[Tensor]) -> Tensor:
-    """The least and the largest key of these pages, [2, S, H] in the compute dtype."""
+    """The elementwise extrema of some pages' keys, [2, S, H] in the compute dtype."""
     shape = (2, len(some), rows_E2H.shape[2])
     found = beginning(pages, shape)
     for which, keys in enumerate(found):

@@ -74,7 +74,7 @@ def _count(keys: int, k: int, page: int, ratio: float) -> int:
 
 
 def _fewest(sums: NDArray[np.float32], enough: float) -> int:
-    """How many of these sums, the largest first, add up to enough; all where they do not."""
+    """The number of the sums, the largest first, that add up to enough; all if they do not."""
     return min(int(np.searchsorted(np.cumsum(sums), np.float32(enough))) + 1, len(sums))
 
 

@@ -231,7 +231,7 @@ def _one_on_host(plan: Plan, planner: Planner, request: Request, *, also: str = 
 
 
 def _worthwhile(request: Request, what: str, ways: Sequence[tuple[Planner, str]]) -> Iterator[Option]:
-    """Options from the least memory to the most, without those that are no faster than one before."""
+    """Options by increasing memory, without any that is no faster than an earlier one."""
     best = inf
     for planner, arguments in ways:
         for option in _planned(planner, request, what, arguments):

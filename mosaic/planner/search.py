@@ -245,7 +245,7 @@ def _traded(point: Point, config: Config, outer: int, inner: int, budget_bytes: 
 
 
 def _settle(point: Point, config: Config, limit: float, trace: list[TraceStep]) -> tuple[Config, list[TraceStep]]:
-    """Take every move that lowers the peak within the time tolerance, then drop those that the peak does not need."""
+    """Take every move that lowers the peak within the time tolerance, then drop needless ones."""
     while True:
         moves = [move for move in _lowering(point, config) if point.seconds(move[1]) <= limit]
         if not moves:

@@ -44,7 +44,7 @@ class Tables:
     bytes, rotates
         Of each buffer, the row of one slot's bytes, and its slots.
     aliases, alias_roots, alias_offsets
-        Buffers that are aliases, of which roots, at the offset of which row.
+        Buffers that are aliases, their roots, and the rows of their offsets.
     shapes, ends
         Rows of all axes of all buffers, and where each buffer's end.
     stacks

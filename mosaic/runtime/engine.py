@@ -183,7 +183,7 @@ class Engine:
     # --- states ---------------------------------------------------------------------------------------------------
 
     def table(self, state: State) -> RowTable:
-        """Return the table of who owns which rows of a state.
+        """Return the table of a state's owners and rows.
 
         Raises
         ------

@@ -42,7 +42,7 @@ class HeldValues(Mapping[str, int]):
         for name, size in records.taken.items():
             if (left := self._bytes.get(f"carry/{name}", 0)) < size:
                 raise UsageError(
-                    f"the step '{step}' reads {size:,} bytes of the carry '{name}', of which the steps before have left "
+                    f"the step '{step}' reads {size:,} bytes of the carry '{name}', of which earlier steps have left "
                     f"{left:,}: run the step that writes it first."
                 )
 

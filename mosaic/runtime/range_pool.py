@@ -133,7 +133,7 @@ class Range:
         return without([(0, end)], inner_pages(holes, self.page_bytes))
 
     def _grow(self, missing: Spans, populate: bool) -> None:
-        """Make spans memory; whatever fails, nothing has changed."""
+        """Make spans memory; on failure nothing is changed."""
         raise NotImplementedError
 
     def decommit(self, num_bytes: int = 0, *, holes: Spans = ()) -> None:

@@ -97,7 +97,7 @@ def _sums(states: Iterable[Mapping[State, int]]) -> dict[State, int]:
 
 
 def _most(sizes: Sequence[StepSize]) -> StepSize:
-    """One request's size that is at least as large as each of these, of one phase."""
+    """One request's size that is at least as large as each of several sizes of one phase."""
     if len(sizes) == 1:
         return sizes[0]
     keys = [seen for size in sizes for seen in size.keys]

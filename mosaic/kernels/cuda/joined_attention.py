@@ -82,7 +82,7 @@ def joined_attention_kernel(
     at = row.to(tl.int64)
     queries = tl.load(q + at[:, None] * q_stride + (head * SIZE)[:, None] + column[None, :], mask=mask, other=0.0)
 
-    # what is known of the keys before the block
+    # the given output over the keys before the block
     known = here & (before > 0)
     old = known
     place = (slot * KEPT + position - before) * (HEADS * GROUP) + head
@@ -152,7 +152,7 @@ def launch(
     group = q.shape[1] // (kv_heads * head_size)
     sequences = cu_seqlens.shape[0] - 1
     tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size, fixed=fixed)
-    # what is not there is not read either
+    # absent operands are not read
     states = (q, q) if kept is None or kept_sums is None else (kept, kept_sums)
     new = (q, q) if fresh is None or fresh_sums is None else (fresh, fresh_sums)
     joined_attention_kernel[(tiles, heads)](

@@ -28,7 +28,7 @@ def place_of(row, extents, cu_extents, cu_seqlens, positions, sequences, row_sta
     mine = known & (first <= row_start + row) & (row_start + row < end)
     low = tl.sum(tl.where(mine, tl.load(cu_extents + sequence, mask=known, other=0), 0), 0)
     high = tl.sum(tl.where(mine, tl.load(cu_extents + sequence + 1, mask=known, other=0), 0), 0)
-    # of the extents that begin before the position the last; where that has no place for it, nobody has
+    # the last extent that begins before the position; if it has no row for it, no extent has
     position = tl.load(positions + row).to(tl.int64)
     base = position * 0
     count = base

@@ -112,7 +112,7 @@ def join_sums_kernel(sums, logsumexp, stride, count, HEADS: tl.constexpr, SPLITS
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     split = tl.arange(0, SPLITS)
     some = tl.load(sums + split[:, None] * count + at[None, :], mask=(at < count)[None, :], other=float("-inf"))
-    some = tl.where(some == some, some, float("-inf"))  # nobody wrote those of rows in no sequence
+    some = tl.where(some == some, some, float("-inf"))  # rows in no sequence are unwritten
     maximum = tl.max(some, 0)
     base = tl.where(maximum == float("-inf"), 0.0, maximum)
     total = tl.sum(tl.exp(some - base[None, :]), 0)

@@ -1,4 +1,4 @@
-"""Check totals against what the buffers take; formula and search steps against what is live and the totals."""
+"""Check totals against the buffers, and formula and search steps against live bytes and totals."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _facts(plan: Columns, lower_bound: int) -> list[tuple[str, str, Any, Any, st
 
 
 def _state_pages(plan: Columns) -> dict[str, int]:
-    """What the pool of each state and carry takes, in whole pages."""
+    """Bytes of the pool of each state and carry, in whole pages."""
     page = plan.header["page_bytes"]
     return {name: round_up(reach, page) for name, reach in plan.reach.items() if owner_of(name)}
 

@@ -1,4 +1,4 @@
-"""A plan by columns, indexed by buffer id or op index, with what the checks derive.
+"""A plan by columns, indexed by buffer id or op index, with the values that the checks derive.
 
 A loop over 500 rows of 17 fields would take half of a check's time. The `Skeleton` has what no dim changes: what is derived of
 it holds for every plan that has it.
@@ -135,7 +135,7 @@ class Cut(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Skeleton:
-    """What dims do not change of a plan, by columns, and what the checks derive from that alone.
+    """The part of a plan that dims do not change, by columns, and the values that the checks derive from it alone.
 
     The fields under "derived" are filled in the order of the checks: regions, lifetimes, pools, values, streams.
     """

@@ -72,7 +72,7 @@ def _derive_base(plan: Skeleton) -> list[int]:
 
 
 def _settle_untouched(plan: Skeleton, untouched: Sequence[int]) -> None:
-    """Settle the lifetimes of buffers that no op touches."""
+    """Set the lifetimes of buffers that no op touches."""
     roots = {*plan.alias_of}
     for b in untouched:
         kind = plan.kind[b]

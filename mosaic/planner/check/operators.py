@@ -1,4 +1,4 @@
-"""What each shipped operator says of one launch, in letters: operands, axes, attributes, FLOPs, bytes."""
+"""The checker's own record of each shipped operator, in letters: operands, axes, attributes, FLOPs, bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Way(NamedTuple):
 
 
 class _Operator(NamedTuple):
-    """What a shipped operator says of one launch, in letters.
+    """The record of a shipped operator's launch, in letters.
 
     `shapes` lists operands as `name:dtype=axes`; `?` marks an optional one. An axis is a letter, bound where it first
     occurs, or a product of letters, attributes and numbers, with `+1` at most; `*T` is any number of axes. Of dtypes, a

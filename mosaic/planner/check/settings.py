@@ -17,7 +17,7 @@ _NO_LENGTHS: Final = frozenset({"span", "kv_heads"})  # dims of the shipped step
 
 
 def check_settings(plan: Columns) -> None:
-    """Check what the plan says of itself besides bytes."""
+    """Check the plan's claims besides bytes."""
     _check_config(plan)
     _check_dtype(plan)
     _check_dims(plan)

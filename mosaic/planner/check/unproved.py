@@ -1,4 +1,4 @@
-"""What a valid plan says that its file alone cannot prove: for readers of a verdict, so that it promises no more.
+"""Claims of a valid plan that its file alone cannot prove: a verdict lists them.
 
 Everything else is derived from the file, or compared with what is.
 """
@@ -20,7 +20,7 @@ _PROFILE: Final = (
 
 
 class Unproved(NamedTuple):
-    """A claim that a file repeats on its author's word: which one, and what it would take to prove it."""
+    """An unproved claim of a file, and what would prove it."""
 
     claim: str
     needs: str
@@ -30,7 +30,7 @@ class Unproved(NamedTuple):
 
 
 def unproved_claims(document: Mapping[str, Any]) -> list[Unproved]:
-    """List what a valid document says and `check_plan` cannot prove.
+    """List claims of a valid document that `check_plan` cannot prove.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
-"""Compare a plan with the addresses at which weights were loaded: a step reads them where they are, or it reads others.
+"""Compare a plan with the addresses at which weights were loaded: a step must read each weight where it is.
 
-A plan file cannot say where weights lie; whoever loaded them can. One plan loads, many plans read.
+A plan file cannot prove where weights lie; the program that loaded them can. One plan loads, many plans read.
 """
 
 from __future__ import annotations
