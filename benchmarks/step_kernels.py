@@ -1,4 +1,4 @@
-"""Milliseconds of a step's kernels by what they do, from the profiler: products, attention, metric and selection, and the rest."""
+"""Milliseconds of a step's kernels by kind, from the profiler: products, attention, metric and selection, others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPERATORS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     SELECTION: ("evict_tokens", "gather_rows", "key_mass", "prefix_logsumexp", "token_importance", "top_keys"),
 }  # fmt: skip
-"""Which operators, and which modules' own kernels, are of a kind."""
+"""The operators, and the modules with kernels of their own, of a kind."""
 LIBRARIES: Final[Mapping[str, tuple[str, ...]]] = {
     PRODUCTS: ("nvjet", "gemm", "splitk", "cublas"),
     ATTENTION: ("cudnn", "fmha"),
@@ -30,7 +30,7 @@ LIBRARIES: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def kernel_ms(kernels: Iterable[tuple[str, float]], steps: int) -> dict[str, float]:
-    """Return milliseconds of a step by kind, of names and microseconds of all launches of so many steps."""
+    """Return milliseconds of a step by kind, from names and microseconds of all launches of several steps."""
     found = dict.fromkeys(KINDS, 0.0)
     for name, microseconds in kernels:
         found[_kind(name)] += microseconds / 1e3 / steps
