@@ -1,4 +1,4 @@
-"""What the checker should say of a plan's memory, derived the long way round: one buffer, one op, one pair at a time.
+"""The checker's expected verdict on a plan's memory, derived naively: one buffer, one op, one pair at a time.
 
 Written from the rules in the docstring of `mosaic.planner.check`, with no thought for speed. Well-formed documents only.
 """
@@ -83,7 +83,7 @@ class Oracle:
         ]  # fmt: skip
 
     def statements(self) -> list[Reason]:
-        """What a safe plan says beyond memory, but for its launches."""
+        """The claims of a safe plan beyond memory, except its launches."""
         return [
             *self._config(), *self._dtype(), *self._dims(), *self._implementations(), *self._profile(), *self._formula(),
             *self._trace(),
@@ -347,7 +347,7 @@ class Oracle:
                 yield Reason("barrier-mismatch", text)
 
     def crossing(self, name: str) -> dict[str, set[int]]:
-        """What crosses a region's border, by the lists of its barrier."""
+        """The buffers that cross a region's border, by the lists of its barrier."""
         region = self.regions[name]
         first, last = region["start"], region["end"]
         listed = {b for b in self.ids if self.buffers[b]["pool"].split("/")[0] in ("workspace", "state", "carry")}
@@ -504,7 +504,7 @@ class Oracle:
         return max((self.buffers[m]["alias_offset"] + self.buffers[m]["size"] for m in self._members(b)), default=0)
 
     def size(self, b: int) -> int:
-        """What a buffer takes: each slot in whole units, and its aliases."""
+        """Bytes of a buffer: each slot in whole units, and its aliases."""
         unit, slots = int(self.buffers[b]["alignment"]), int(self.buffers[b]["rotate"])
         return max(slots * -(-self._slot_bytes(b) // unit), -(-self.covered(b) // unit)) * unit
 
@@ -724,7 +724,7 @@ class Oracle:
         return -(-self.reach(pool) // page) * page
 
     def _states(self) -> list[str]:
-        """Pools of states and carries, those that buffers are in and those that are listed."""
+        """Pools of states and carries: pools of buffers, and listed pools."""
         named = (*(row["pool"] for row in self.buffers), *(pool["name"] for pool in self.document["pools"]))
         return sorted(
             {name for name in named if name.startswith(("state/", "carry/")) and name not in ("state/", "carry/")}
@@ -808,7 +808,7 @@ class Oracle:
     # Values of alias groups.
 
     def stale(self) -> list[Reason]:
-        """What reads, overwrites or hands on a value that another member of its group has overwritten."""
+        """Reads, overwrites and hand-ons of a value that another member of its group has overwritten."""
         return [reason for root in self._roots() if self._members(root) for reason in _Group(self, root).reasons()]
 
     def launches(self) -> Iterator[tuple[int, dict[str, int]]]:

@@ -312,7 +312,7 @@ def test_the_sizes_cover_what_a_plan_asks_for() -> None:
 
 
 class FakeCuda:
-    """What the timer asks of `torch.cuda`, on a clock that calls move; a captured call moves it when it is replayed."""
+    """The timer's view of `torch.cuda`, on a clock that calls advance; a captured call advances it on replay."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.recorded = 0.0, None

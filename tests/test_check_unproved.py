@@ -1,4 +1,4 @@
-"""What a verdict lists as unproved is what a file can change without being refused, and nothing that it cannot."""
+"""A verdict's unproved claims are exactly those that a file can change without being refused."""
 
 from __future__ import annotations
 

@@ -416,7 +416,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_rotary_scaling_takes_a_prompt_beyond_the_trained_context(run: Any, checkpoint: Path) -> None:
-    """As the refusal says; with a cache too."""
+    """The refusal's context fits; with a cache too."""
     with mosaic.compile(CONFIG | {"max_sequence_length": 48}) as model:
         model.save(checkpoint)
     ask = ("--model", str(checkpoint), "--prompt", "a" * 60, "--gen-length", "8", "--json", "--algorithm", "fast-dllm",

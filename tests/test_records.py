@@ -295,7 +295,7 @@ def test_the_other_checkout_of_a_pair_is_named_too(repository: Path, tmp_path: P
 
 
 def edited(root: Path, change: Callable[[Record], None], *, sealed: bool = True) -> list[str]:
-    """What is wrong once a record was changed by hand; with the digest made again, as one does who means to."""
+    """Errors of a record that was changed by hand, with its digest made again."""
     file = root / "benchmarks" / "results" / "tiny.json"
     found = json.loads(file.read_text())
     change(found)
@@ -375,7 +375,7 @@ HIDDEN = re.compile(
     r"<!-- ([\w-]+):begin -->.*?<!-- \1:end -->|<!--(fig [\w-]+|given)-->.*?<!--/(fig|given)-->|^```.*?^```|`[^`\n]*`|\]\([^)]*\)",
     re.DOTALL | re.MULTILINE,
 )
-"""What is not typed by hand, or says itself what it is: tables, figures, limits; code and links."""
+"""Text that is generated or needs no check: tables, figures, limits; code and links."""
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 MEASURED = re.compile(
     rf"(?<![\w.,]){NUMBER}(?:\s+to\s+{NUMBER})?\s*(?:%|(?:ns|us|µs|ms|s|min|h|seconds?|minutes?|hours?|tokens/s|tokens\s+(?:per|a)\s+second"

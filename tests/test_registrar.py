@@ -323,7 +323,7 @@ def _stale_in_the_next_iteration(g: Graph, t: Polynomial, x: Buffer) -> None:
 
 
 def _slices_overwritten_by_the_next_iteration(g: Graph, t: Polynomial, x: Buffer) -> None:
-    """What iteration 1 wrote of an output, iteration 2 overwrites before it writes its own slice."""
+    """Iteration 2 overwrites iteration 1's slice of an output before it writes its own."""
     y = g.output("y", (t, WIDE), "float32")
     with g.chunk("a", over=t):
         z = g.add_op(COPY, x, name="z")
@@ -350,7 +350,7 @@ def _read_while_a_region_fills_it(g: Graph, t: Polynomial, x: Buffer) -> None:
 
 
 def _host_buffer_read_first(g: Graph, t: Polynomial, x: Buffer) -> None:
-    """Without a tensor nobody fills it but the step."""
+    """Without a tensor only the step fills it."""
     y = g.buffer("y", (t, WIDE), "float32", kind="host")
     g.add_op(COPY, y, name="early")
     g.add_op(COPY, x, out=y)
@@ -417,7 +417,7 @@ def _overwritten_while_kept(g: Graph, t: Polynomial, x: Buffer) -> None:
 
 
 def _written_in_the_loop_of_a_side_op(g: Graph, t: Polynomial, x: Buffer) -> None:
-    """What side ops of a loop touch is held through the loop, though each iteration joins them."""
+    """Buffers of a loop's side ops are held through the loop, though each iteration joins them."""
     with g.chunk("a", over=t):
         z = g.add_op(COPY, x, name="z")
         with g.stream("s"):

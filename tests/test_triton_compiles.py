@@ -404,7 +404,7 @@ def launched(cards: Sequence[int], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def run_alone(*, every: bool) -> str:
-    """What this file prints as a program."""
+    """The printed form of a program."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(Path(__file__).parent.parent)}
     command = [sys.executable, __file__, *(["--every"] if every else [])]
