@@ -36,7 +36,7 @@ class Kernel:
 
     @property
     def reference(self) -> Callable[..., Any]:
-        """What it computes, in plain PyTorch: takes what the operator reads and its attributes by name."""
+        """The operator in plain PyTorch: takes its reads and attributes by name."""
         return reference_of(self.operator)
 
     def bind(self, **given: Any) -> Callable[[], object]:
@@ -129,7 +129,7 @@ def check(operator: Operator, way: Implementation, given: Mapping[str, Any]) -> 
 _Specs: TypeAlias = tuple[tuple[str, Spec], ...]
 _Attributes: TypeAlias = tuple[tuple[str, Any], ...]
 _APART: Final = ("scratch", "row_start")
-"""What a launcher takes besides operands and attributes."""
+"""Arguments of a launcher besides operands and attributes."""
 
 
 @lru_cache(maxsize=256)

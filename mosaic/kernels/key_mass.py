@@ -20,7 +20,7 @@ from mosaic.kernels.shared.extents import kept_tokens, pieces, windows
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 
 NOTHING: Final = {"mean": 0.0, "max": 0.0, "worst": math.inf}
-"""What a row without a vote gives to a key, so that it changes no statistic."""
+"""The value of a row without a vote, which changes no statistic."""
 EXTREMES: Final = {"max": (torch.amax, torch.maximum), "worst": (torch.amin, torch.minimum)}
 """The largest or the least of all rows, and of two."""
 Keys = Sequence[tuple[int, Tensor]]
@@ -102,7 +102,7 @@ launch = launcher(bind)
 def voters_of(
     votes: Sequence[int], positions: Sequence[int] | None, block: int, rows: int, tiles: int
 ) -> list[Sequence[int]]:
-    """Which rows of a sequence vote for each tile: those of it that do, or all that do where none of it does."""
+    """The rows of a sequence that vote for each tile: the tile's voters, or all voters if it has none."""
     if positions is None:
         return [votes]
     of = [

@@ -18,7 +18,7 @@ PLAIN_TILES: Final = 4
 
 
 class _Rule(NamedTuple):
-    """How scores become choices and weights: the attributes of the contract."""
+    """The attributes that turn scores into choices and weights."""
 
     normalize: bool
     scoring: str

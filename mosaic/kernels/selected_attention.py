@@ -112,7 +112,7 @@ class _Keys:
         self.place, self.places, self.gathered = place, place.numpy(), gathered
 
     def seen(self, limits: Sequence[int]) -> list[int]:
-        """How many of them lie below each of these positions."""
+        """The number of keys below each position."""
         return [
             len(self.chosen) + limit - self.prefix if limit >= self.prefix else int(np.searchsorted(self.chosen, limit))
             for limit in limits

@@ -66,7 +66,7 @@ launch = launcher(bind)
 
 
 def _count(keys: int, k: int, page: int, ratio: float) -> int:
-    """How many pages of a prefix are chosen."""
+    """The number of pages of a prefix to choose."""
     count = min(k // page, -(-keys // page))
     if ratio:
         count = min(count, -(-keys_of(ratio, keys) // page))

@@ -111,7 +111,7 @@ RULES: Final[Mapping[str, Callable[[Order, int, float], int]]] = {
     "factor": _factor,
     "edit": _dynamic,
 }
-"""How many of a sequence's candidates, in order, are committed: (order, quota, threshold) -> count, perhaps too many."""
+"""The number of a sequence's candidates, in order, that are committed: (order, quota, threshold) -> count, perhaps too many."""
 
 
 def reference(

@@ -257,7 +257,7 @@ def _named(other: Planner, planner: Planner) -> str:
 
 
 def _fewer_rows(planner: Planner, request: Request) -> Iterator[Option]:
-    """As many masked rows as fit."""
+    """The most masked rows that fit."""
     if not request.size.has_rows or request.phase.cut is not None:
         return
     rows = _most(request.size.rows, lambda n: _fits(planner, replace(request, masked=n)))
@@ -274,7 +274,7 @@ def _shorter(planner: Planner, request: Request, plan: Plan) -> Iterator[Option]
 
 
 def _fewer_sequences(planner: Planner, request: Request) -> Iterator[Option]:
-    """As many sequences of a packed batch as fit, in their order."""
+    """The most sequences of a packed batch that fit, in their order."""
     if request.phase.cached:
         return
     lengths = request.seq_lens

@@ -50,7 +50,7 @@ class GraphMemory:
     drain
         Waits until no graph runs.
     make_room
-        Called if there is less room than `most_bytes`: gives back memory of the budget that nobody needs.
+        Called if there is less room than `most_bytes`: gives back unneeded memory of the budget.
     most_bytes
         The most that all graphs take together.
     reserved_bytes
@@ -113,7 +113,7 @@ class GraphMemory:
         return kept.graph
 
     def capture(self, key: Hashable, capture: Callable[[], torch.cuda.CUDAGraph]) -> None:
-        """Capture the graph of a key, launch it, and count what it takes.
+        """Capture the graph of a key, launch it, and count its bytes.
 
         Raises
         ------

@@ -15,7 +15,7 @@ __all__ = ["HostInputs", "PinnedLink"]
 
 
 class PinnedLink:
-    """What brings bytes of the host to a device: pinned memory, copied on a CUDA device's current stream.
+    """Copies bytes of the host to a device: pinned memory, copied on a CUDA device's current stream.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What ranges and pools of every kind share: what of a range is memory, and ranges by name, charged to one ledger."""
+"""Shared by ranges and pools of every kind: the committed part of a range, and ranges by name, charged to one ledger."""
 
 from __future__ import annotations
 

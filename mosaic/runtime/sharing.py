@@ -63,7 +63,7 @@ class SharedSizes:
 
 
 def _with(joined: Mapping[Phase, StepSize], more: Iterable[Sequence[StepSize]]) -> dict[Phase, StepSize]:
-    """What requests share by phase, with the largest steps of others."""
+    """The steps that requests share, by phase, with the largest steps of others."""
     found = {phase: [size] for phase, size in joined.items()}
     for largest in more:
         own: dict[Phase, list[StepSize]] = {}

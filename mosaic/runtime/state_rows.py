@@ -90,7 +90,7 @@ class RowTable:
 
     @property
     def free(self) -> Spans:
-        """Rows `[start, end)` below `rows` that nobody owns."""
+        """Free rows `[start, end)` below `rows`."""
         return self._free
 
     def most_extents(self, owners: int) -> int:

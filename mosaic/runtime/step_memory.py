@@ -54,7 +54,7 @@ class StepMemory:
 
     def commit(self, plan: Plan) -> None:
         """Commit a plan's memory beside that of earlier plans. If both do not fit, memory is given back in this order:
-        pages of states in which nobody has a row, memory of `give_way`, all but the plan's own.
+        pages of states without owned rows, memory of `give_way`, all but the plan's own.
 
         Raises
         ------
@@ -88,7 +88,7 @@ class StepMemory:
         self._workspace.trim_all({**unused, **sizes}, holes=self._holes())
 
     def give_idle_back(self) -> None:
-        """Give back the pages of states in which nobody has a row."""
+        """Give back the pages of states without owned rows."""
         self._workspace.trim_all(self._owned(), holes=self._holes())
 
     def trim(self, plan: Plan) -> None:
@@ -117,7 +117,7 @@ class StepMemory:
                 )
 
     def _holes(self) -> dict[str, Spans]:
-        """Bytes of each state that nobody owns, before its last owned row."""
+        """Free bytes of each state before its last owned row."""
         found: dict[str, Spans] = {}
         for table in self._tables:
             size = self.row_bytes.get(table.pool, 0)

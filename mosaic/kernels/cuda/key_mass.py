@@ -39,7 +39,7 @@ NARROW: Final[Mapping[int, Tiles]] = {2: (Tile(16, 32, 0, 4, 2), Tile(64, 32, 0,
 
 @triton.jit
 def find_run(run, captured, sequences, programs, BLOCK_K: tl.constexpr, SEQUENCES: tl.constexpr):
-    """Which keys are those of a run: the prefixes are cut into runs of equal lengths, at most `programs` and one a sequence more.
+    """The keys of a run: prefixes are cut into runs of equal length, at most `programs` and one more per sequence.
 
     The sequence, its first key and the end of its keys; all 0 beyond the last run.
     """

@@ -65,7 +65,7 @@ def segments_of(
     SEQUENCES: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT_KEYS: tl.constexpr, SEGMENT_TOKENS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Of every sequence: the keys of one segment, how many segments there are, and where its partial results begin.
+    """For every sequence: the keys of one segment, the number of segments, and where its partial results begin.
 
     As `mosaic.registrar.operators.kv_attention.kv_segments` says. They begin at -1 where the sequence has one segment alone, or
     where there is no room for those of all: there the segments go to one program.
@@ -426,7 +426,7 @@ def has_ring(kv: Tensor, head_size: int) -> bool:
 
 
 class Cut(NamedTuple):
-    """How query rows are cut: into `tiles` tiles, whose rows are tokens times `part` heads, each for `heads` parts of heads."""
+    """The cut of query rows: into `tiles` tiles, whose rows are tokens times `part` heads, each for `heads` parts of heads."""
 
     tile: Tile
     part: int

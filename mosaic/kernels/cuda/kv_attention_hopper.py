@@ -51,7 +51,7 @@ if GLUON:
         window, keys,
         SEGMENTS: gl.constexpr, SEGMENT_KEYS: gl.constexpr, SEGMENT_TOKENS: gl.constexpr, ALIGNED: gl.constexpr,
     ):  # fmt: skip
-        """Of windows and their keys: the keys of a segment, how many segments there are, and the rows of their results."""
+        """For windows and their keys: the keys of a segment, the number of segments, and the rows of their results."""
         wanted = gl.minimum(gl.maximum(SEGMENT_TOKENS // gl.maximum(window, 1), 1), SEGMENTS)
         wanted = gl.minimum(wanted, gl.maximum(gl.cdiv(keys, SEGMENT_KEYS), 1))
         share = gl.maximum(gl.cdiv(gl.cdiv(keys, wanted), ALIGNED) * ALIGNED, ALIGNED)
@@ -64,7 +64,7 @@ if GLUON:
         TOKENS: gl.constexpr, SEQUENCES: gl.constexpr, SEGMENTS: gl.constexpr, SEGMENT_KEYS: gl.constexpr,
         SEGMENT_TOKENS: gl.constexpr, ALIGNED: gl.constexpr, SPLIT: gl.constexpr,
     ):  # fmt: skip
-        """What this program does: `find_tile` and `segments_of` of the plain kernel, for its own tile.
+        """This program's work: `find_tile` and `segments_of` of the plain kernel, for its own tile.
 
         With one sequence nothing is looked for, so that what is loaded next need not wait.
         """
@@ -115,7 +115,7 @@ if GLUON:
 
     @gluon.jit
     def _run_of(extents, extent, last_extent, segment, share, high, layer, kv_head, line_stride, HEADS: gl.constexpr):
-        """Of the keys of a segment those in one extent: the first, the end, the lines of position 0, and those of a head."""
+        """The keys of a segment in one extent: the first, the end, the lines of position 0, and those of a head."""
         entry = extents + extent * 4
         count = gl.load(entry + 1).to(gl.int32)
         begin = gl.load(entry + 2).to(gl.int32)

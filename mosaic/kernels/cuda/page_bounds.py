@@ -72,7 +72,7 @@ def query_sums_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """What of the voting queries of a sequence and set is above 0, and below, added up; and how many there are."""
+    """The sums of the positive and negative parts of a sequence and set's voting queries, and their number."""
     sequence = tl.program_id(0)
     own = tl.program_id(1) // TILES
     start = tl.load(cu_seqlens + sequence)

@@ -73,7 +73,7 @@ def bin_of(bits, least, shift):
 
 @triton.jit
 def count_of(keys, numerator, denominator, PAGES: tl.constexpr, PAGE: tl.constexpr, RATIO: tl.constexpr):
-    """How many pages of a prefix are chosen: of a share of its keys, in 64 bits."""
+    """The number of pages of a prefix to choose: for a share of its keys, in 64 bits."""
     count = tl.minimum(tl.cdiv(keys, PAGE), PAGES)
     if RATIO:
         count = tl.minimum(count, tl.cdiv(tl.cdiv(keys.to(tl.int64) * numerator, denominator).to(tl.int32), PAGE))
@@ -93,7 +93,7 @@ def items_of(mass, listed, index, items, keys, LISTED: tl.constexpr, PAGE: tl.co
 
 @triton.jit
 def weight_of(bits, least, ENOUGH: tl.constexpr):
-    """What the sums from one on add up to, if that is asked for."""
+    """The total of the sums from one on, if asked for."""
     weight = 0.0
     if ENOUGH:
         weight = tl.sum(tl.where(bits >= least, bits.to(tl.float32, bitcast=True), 0.0), 0)
@@ -178,7 +178,7 @@ def histogram_kernel(
     BLOCK_P: tl.constexpr,
     SAMPLED: tl.constexpr,
 ):
-    """How many pages of one part of a prefix are in each bin, and where these lie."""
+    """The number of pages of one part of a prefix in each bin, and the bins' places."""
     part = tl.program_id(0)
     own = tl.program_id(1)
     sequence = tl.program_id(2)

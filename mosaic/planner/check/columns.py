@@ -111,7 +111,7 @@ class Loop(NamedTuple):
 
 
 class Barrier(NamedTuple):
-    """What a region, or an explicit barrier (`region` None), claims to keep alive over [start, end)."""
+    """The buffers that a region, or an explicit barrier (`region` None), claims to keep alive over [start, end)."""
 
     name: str
     region: str | None

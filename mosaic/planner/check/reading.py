@@ -168,7 +168,7 @@ _LOOP: Final = _Table("regions", {"extent": INTEGER, "rows": INTEGER, "count": I
 class Records:
     """The rows of a document without their numbers: what a planner keeps for all plans that differ in sizes alone.
 
-    Rows may have fields that are not named here. Whoever hands them over does not change them any more.
+    Rows may have fields that are not named here. They must not change afterwards.
 
     Parameters
     ----------
@@ -202,7 +202,7 @@ class Numbers(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a plan says of each op's work, all iterations together: no matter of memory."""
+    """A plan's claims on each op's work, all iterations together; memory does not depend on them."""
 
     flops: Sequence[int]
     moved: Sequence[int]

@@ -73,7 +73,7 @@ def _ops_before(plan: Skeleton) -> list[int]:
 
 
 def _borders(plan: Skeleton) -> tuple[Mapping[int, Sequence[str]], Mapping[int, Sequence[str]]]:
-    """Which side streams fork from main where a loop starts, and which join it where one ends, by op index."""
+    """By op index, the side streams that fork from main at a loop's start, and those that join it at a loop's end."""
     opening: dict[int, list[str]] = defaultdict(list)
     closing: dict[int, list[str]] = defaultdict(list)
     for name, stream in dict.fromkeys(zip(plan.op_region, plan.stream, strict=True)):

@@ -23,7 +23,7 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What an outside solver says: offsets (None if none), a proven bound in bytes, whether nothing better exists."""
+    """An outside solver's answer: offsets (None if none), a proven bound in bytes, whether nothing better exists."""
 
     offsets: list[int] | None
     bound: int

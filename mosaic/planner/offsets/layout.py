@@ -1,4 +1,4 @@
-"""What searches of one set of blocks share: rows in a fixed order, their sections, neighbours and boundaries."""
+"""Shared by searches of one set of blocks: rows in a fixed order, their sections, neighbours and boundaries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blocks share time with a block, without a list of all pairs: a list of what is live after every few starts."""
+"""The blocks that share time with a block, without a list of all pairs: lists of live blocks after every few starts."""
 
 from __future__ import annotations
 

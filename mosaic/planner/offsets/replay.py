@@ -41,7 +41,7 @@ class Order:
     alignments : tuple of int
         Bytes, per block.
     pins : tuple of int or None
-        Per block; a pinned block is nobody's edge: the others go around it, see `fixed`.
+        Per block; a pinned block is no block's edge: the others go around it, see `fixed`.
     fixed : tuple of int tuples
         For each block the pinned blocks it shares time with, by ascending offset; empty if there are none.
 
