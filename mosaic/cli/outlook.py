@@ -31,7 +31,7 @@ def outlook(plan: Plan, steps: int, *, memory: int | None = None) -> list[str]:
     --------
     >>> from mosaic.planner import plan
     >>> outlook(plan("llada-8b", tokens=160, device="cpu"), 128, memory=8 << 30)[0]
-    'llada-8b takes 15.01 GiB on cpu, and this machine has 8.00 GiB to give: it will swap, or be stopped.'
+    'llada-8b takes 14.95 GiB on cpu, and this machine has 8.00 GiB to give: it will swap, or be stopped.'
     """
     found = []
     if memory is not None and plan.total_bytes > memory:

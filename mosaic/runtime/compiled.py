@@ -104,7 +104,7 @@ class CompiledModel(Face):
 
         Examples
         --------
-        >>> import mosaic
+        >>> import mosaic, torch
         >>> config = {"model_type": "llada", "d_model": 32, "n_layers": 1, "n_heads": 2, "mlp_hidden_size": 48,
         ...           "embedding_size": 64, "mask_token_id": 63, "torch_dtype": "float32"}
         >>> with mosaic.compile(config) as model, model.exclusive():
