@@ -772,7 +772,7 @@ def test_models_whose_tokens_cannot_be_evicted_are_refused(config: Any, message:
 
 def test_rows_that_are_chosen_before_a_step_are_not_evicted() -> None:
     config = GenerationConfig(eviction="focus", cache="dual", remasking="random", algorithm="llada", gen_length=8)
-    with pytest.raises(UsageError, match="eviction: 'random' chooses the rows of a step before it runs"):
+    with pytest.raises(UsageError, match="eviction: 'random' chooses rows before a step runs"):
         resolve(config, load("llada-8b").architecture)
 
 

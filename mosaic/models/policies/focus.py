@@ -341,7 +341,7 @@ class Evicting(Policy):
         if step.writes:
             return phase
         if not any(way.cuts for way in phase.cache.ways()):
-            raise UsageError("eviction: dropped rows keep no output over their prefix for reuse; leave one out.")
+            raise UsageError("eviction: dropped rows keep no output over their prefix to reuse; leave one out.")
         return with_parts(phase, cut=self._cut)
 
     def tell(self, step: BlockStep, request: Any) -> None:
