@@ -10,27 +10,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = [
-    "BucketOverflow",
-    "CheckFailed",
-    "CheckpointError",
-    "ConfigWarning",
-    "DeviceLost",
-    "DoesNotFit",
-    "GraphError",
-    "InstanceFormatError",
-    "MissingExtra",
-    "MosaicError",
-    "PlanFormatError",
-    "RuntimeMemoryError",
-    "UnknownName",
-    "UnsafePlan",
-    "UnsupportedModel",
-    "UsageError",
-    "WeightsChanged",
-    "WeightsMisplaced",
-]
-
 
 class MosaicError(Exception):
     """Base of every error that Mosaic raises on purpose."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["pays_up_to"]
-
 PAYS: Final = 0.98
 """The share of a whole step's time that a cut one may take to be worth it: predictions are not closer."""
 

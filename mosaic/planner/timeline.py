@@ -16,8 +16,6 @@ from typing import Final, NamedTuple, TypeAlias
 
 from mosaic.planner.body import Body
 
-__all__ = ["Row", "Timeline", "overlapping_loops"]
-
 _MAIN: Final = 0
 _LONGEST_PERIOD: Final = 64
 """Steps of a repeated layer at most; a longer one is run as often as it repeats."""

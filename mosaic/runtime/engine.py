@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from mosaic.planner.plan_records import PlanRecords
     from mosaic.planner.planner import Planner, SizedStep
 
-__all__ = ["Engine", "Ran"]
-
 KEPT_EXECUTORS: Final = 128
 """Executors that are kept: views and calls, which take memory of the host alone. Bytes bound their graphs (`GraphMemory`)."""
 KEPT_SIZES: Final = 256

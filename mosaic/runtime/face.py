@@ -8,8 +8,6 @@ from mosaic.runtime.outputs import MemoryReport
 from mosaic.runtime.range_pool import ClosesOnExit
 from mosaic.runtime.workspace import Workspace
 
-__all__ = ["Face"]
-
 
 class Face(ClosesOnExit):
     """What a compiled model and a compiled program have in common."""

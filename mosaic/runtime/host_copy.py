@@ -10,8 +10,6 @@ from torch import Tensor
 
 from mosaic.runtime.streams import device_lost
 
-__all__ = ["Arriving", "HostCopy", "bytes_of", "spans", "view_like"]
-
 ALIGNED: Final = 16
 """Every dtype's views begin at multiples of less than this."""
 KEPT: Final = 256

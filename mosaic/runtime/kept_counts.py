@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from math import ceil
 
-__all__ = ["KeptCounts"]
-
 RATE = 0.125
 """The share of the running figures that one step has."""
 SPREAD = 2.0

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from mosaic.runtime.executor import Executor
     from mosaic.runtime.held_values import HeldValues
 
-__all__ = ["PackedStep", "group_of", "pack_step"]
-
 
 _SETTINGS_OF: Final = attrgetter("phase", *SETTINGS)
 

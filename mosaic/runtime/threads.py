@@ -17,8 +17,6 @@ import torch
 
 from mosaic.errors import UsageError
 
-__all__ = ["WEIGHTS_PER_THREAD", "StepThreads"]
-
 WEIGHTS_PER_THREAD: Final = 1 << 26
 """Weights of a model that keep a thread busy: one thread up to 67 million, on most machines all of them from 1 billion on."""
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from mosaic.registrar.operator import Dim
     from mosaic.registrar.schemes.scheme import Bundle
 
-__all__ = ["KeptQueries", "KeptTogether", "attend", "extents_of"]
-
 
 class _Kept(Way):
     """`stored`, called with a layer's number, registers what is made of its keys once those of the window are in the state."""

@@ -33,18 +33,6 @@ if TYPE_CHECKING:
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
 
-__all__ = [
-    "CHANGE",
-    "REUSES",
-    "JoinedLayers",
-    "PrefixReuse",
-    "Reused",
-    "Reusing",
-    "check_reuse",
-    "reuse_inputs",
-    "reuse_states",
-]
-
 CHANGE: Final = "change"
 """The output that says by how much a request's queries have changed."""
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["HISTORY", "REACH", "BlockProgress", "Evicting", "Focus"]
-
 HISTORY: Final = State(name="focus_history", width=2, dtype="float32", least_rows=1)
 """Of each request what its steps have decoded: a sum, or an average, and of how many steps."""
 REACH: Final = "reach"

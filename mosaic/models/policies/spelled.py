@@ -12,8 +12,6 @@ from typing import Any
 
 from mosaic.errors import UsageError
 
-__all__ = ["spelled"]
-
 
 def spelled(text: str) -> tuple[str, dict[str, Any]]:
     """Return the name, of all that go together, and the options: truth values, integers, numbers or fractions, and else texts.
