@@ -1,4 +1,4 @@
-"""The CUDA driver's memory calls, thin and checked: what the pools of `cuda_pool` and `host_pool` ask of a device.
+"""The CUDA driver's memory calls, thin and checked; the pools of `cuda_pool` and `host_pool` use them.
 
 Every call that fails raises `CudaError` with the driver's name and code and what was asked. cuda-python is imported
 here alone, when a `CudaDriver` is made. Tests replace it by a stateful fake.
@@ -24,9 +24,9 @@ class CudaError(MosaicError):
     Attributes
     ----------
     name, code
-        As the driver says them: "CUDA_ERROR_OUT_OF_MEMORY", 2.
+        The driver's error: "CUDA_ERROR_OUT_OF_MEMORY", 2.
     asked
-        What was asked: "create 32.00 MiB on cuda:0".
+        The request: "create 32.00 MiB on cuda:0".
 
     Examples
     --------
@@ -45,14 +45,14 @@ class Addresses:
     Parameters
     ----------
     address, size
-        Where they start, and how many bytes.
+        Start, and number of bytes.
     owner
-        What must live as long.
+        An object to keep alive as long as this one.
     """
 
     def __init__(self, address: int, size: int, owner: object = None) -> None:
         self.owner = owner
-        # PyTorch reads it once, and keeps this object for as long as the storage.
+        # PyTorch reads it once, and keeps this object as long as the storage.
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (size,),
             "typestr": "|u1",
@@ -65,8 +65,8 @@ class Addresses:
 class CudaDriver:
     """The driver of this machine, through cuda-python: memory of one device, and host memory that it can reach, sizes in bytes.
 
-    The primary context, which PyTorch uses too, is retained for the life of the process, and current only during our
-    own calls.
+    The primary context, which PyTorch uses too, is retained for the life of the process, and is current only during
+    this class's own calls.
 
     Parameters
     ----------
@@ -117,7 +117,7 @@ class CudaDriver:
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """Make the context current and restore what was: the caller's thread may work on another device."""
+        """Make the context current and restore the previous one: the caller's thread may work on another device."""
         self._call(self._cuda.cuCtxPushCurrent(self._context), "make the context current")
         try:
             yield

@@ -1,6 +1,6 @@
-"""CudaRange: device addresses reserved once, of which a prefix is memory, but for holes, mapped in chunks. It never moves.
+"""CudaRange: device addresses reserved once, of which a prefix, except holes, is backed by memory mapped in chunks.
 
-Growth is all or nothing; streams are drained before anything is unmapped.
+The range never moves. Growth is all or nothing. Streams are drained before anything is unmapped.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _log = logging.getLogger(__name__)
 
 
 CHUNK_BYTES: Final = 512 * MIB
-"""The largest piece of physical memory. A piece costs the same whatever its size: on an H200 4 GiB were mapped in 0.9 ms by
-pieces of 512 MiB, in 122 ms by 2 MiB. A larger one would not be felt, and what is kept of one goes through the host
-when the rest goes back."""
+"""The largest piece of physical memory. The cost is per piece: on an H200 mapping 4 GiB took 0.9 ms in pieces of 512
+MiB and 122 ms in pieces of 2 MiB. Larger pieces would gain little, and the kept part of a piece that shrinks is copied
+through the host."""
 
 
 class CudaMemoryError(RuntimeMemoryError):
-    """The driver refused memory, or to take it back.
+    """The driver refused to give memory, or to take it back.
 
     Attributes
     ----------
     asked_bytes
-        What the call wanted on top, or back.
+        Bytes of the call, given or taken back.
     committed_bytes
         What the range holds now.
     free_bytes
-        What the driver says is free on the device; None if it does not answer.
+        The driver's count of free bytes on the device; None if it does not answer.
     """
 
     def __init__(self, message: str, *, asked_bytes: int, committed_bytes: int, free_bytes: int | None) -> None:
@@ -95,8 +95,8 @@ class CudaRange(Range):
                     "reserve addresses for", self.capacity_bytes, "nothing was changed", error
                 ) from error
             self._addresses: Addresses | None = Addresses(self.address, self.capacity_bytes)
-            # The addresses go back when the last tensor over them is gone: a stray view faults, it never sees foreign
-            # memory. Not at exit, when the driver is going away by itself.
+            # The addresses are freed when the last tensor over them is gone: a stray view faults, it never sees foreign
+            # memory. Not at exit, when the driver is being torn down.
             self._abandoned = weakref.finalize(
                 self._addresses, _abandon, driver, self.address, self.capacity_bytes, self._chunks
             )
@@ -109,7 +109,7 @@ class CudaRange(Range):
 
     @property
     def tensor(self) -> Tensor:
-        """The range as a uint8 tensor on the device, zero-copy; made when it is first asked for."""
+        """The range as a uint8 tensor on the device, zero-copy; made on first use."""
         if self._closed:
             raise RuntimeMemoryError(f"the range {self.name} is closed: compile the model again.")
         if self._tensor is None:
@@ -145,7 +145,7 @@ class CudaRange(Range):
             raise self._refused("add", size, state, error) from error
 
     def _map(self, address: int, size: int) -> None:
-        """Put fresh memory behind addresses; the mapping alone keeps it, so that unmapping frees it."""
+        """Map fresh memory at addresses and drop its handle, so that unmapping frees it."""
         driver, undo = self._driver, list[Callable[[], None]]()
         try:
             handle = driver.create(size)
@@ -158,7 +158,7 @@ class CudaRange(Range):
             raise
 
     def _take_back(self, calls: list[Callable[[], None]], size: int) -> None:
-        """Undo a chunk. Calls that fail are owed, and its bytes stay charged: the device still holds them."""
+        """Undo a chunk. Failed calls go to `_owed`, and the chunk stays charged: the device still holds it."""
         failed = []
         for call in calls:
             try:
@@ -169,11 +169,11 @@ class CudaRange(Range):
             self._owed.append((failed, size))
 
     def _release(self, size: int) -> None:
-        """Release the charge of a growth but for what is owed; before it nothing was."""
+        """Release the charge of a growth, except for the bytes in `_owed`, which was empty before the growth."""
         self._ledger.release(self.name, size - sum(owed for _, owed in self._owed))
 
     def _settle(self) -> None:
-        """Make the undoing calls that failed; the first that fails again raises CudaError."""
+        """Repeat the undoing calls that failed; raise CudaError at the first that fails again."""
         while self._owed:
             calls, size = self._owed[0]
             while calls:
@@ -192,7 +192,7 @@ class CudaRange(Range):
         Raises
         ------
         CudaMemoryError
-            If the driver refuses. What went back by then is off the range and off the ledger; call again.
+            If the driver refuses. Memory freed until then is off the range and the ledger; call again for the rest.
         """
         unwanted = without(self._committed, self._pages(round_up(num_bytes, self.page_bytes), holes))
         if not unwanted:
@@ -210,7 +210,7 @@ class CudaRange(Range):
                 raise self._refused("take back", left, "of which the contents are intact", error) from error
 
     def _kept(self, unwanted: Spans) -> dict[tuple[int, int], Spans]:
-        """What is kept of each chunk that has any unwanted bytes."""
+        """The kept spans of each chunk that has bytes to free."""
         starts, ends = [start for start, _ in unwanted], [end for _, end in unwanted]
         found: dict[tuple[int, int], Spans] = {}
         for chunk in self._chunks.items():
@@ -224,7 +224,7 @@ class CudaRange(Range):
         return chunk[0] - self.address, chunk[0] - self.address + chunk[1]
 
     def _unmap(self, chunks: Sequence[tuple[int, int]]) -> None:
-        """Unmap chunks and note all that went, also where the driver refuses one."""
+        """Unmap chunks and record each one that is unmapped, also if the driver refuses a later one."""
         gone: list[tuple[int, int]] = []
         try:
             for chunk in chunks:
@@ -238,7 +238,7 @@ class CudaRange(Range):
                 self._count(without(self._committed, joined(map(self._span, gone))))
 
     def _cut(self, chunk: tuple[int, int], kept: Spans) -> None:
-        """Replace a chunk by memory for `kept` of it. Where that is refused, the contents are there once it is committed."""
+        """Replace a chunk by memory for `kept` of it. If refused, the next commit of the span restores it."""
         saved = (
             [] if self._volatile else [(first, self.tensor[first:last].to("cpu", copy=True)) for first, last in kept]
         )
@@ -247,7 +247,7 @@ class CudaRange(Range):
         self._grow(kept)
 
     def _restore(self, fresh: Spans) -> None:
-        """Fill fresh memory with what was saved of it."""
+        """Copy saved contents into fresh memory."""
         waiting = []
         for first, contents in self._saved:
             saved = [(first, first + len(contents))]
@@ -282,8 +282,8 @@ class CudaRange(Range):
         Raises
         ------
         CudaMemoryError
-            If the driver refuses, as it does when the device is lost. The range is closed all the same; what could
-            not be given back stays charged, and comes free when the process ends.
+            If the driver refuses, as it does when the device is lost. The range is closed nevertheless; memory that
+            could not be freed stays charged until the process ends.
         """
         if self._closed:
             return

@@ -1,4 +1,4 @@
-"""Inputs on their way from the host: written where the plan has them, on a device through one pinned copy of their bytes."""
+"""Inputs written from the host to where the plan has them; on a device, through one pinned image of their bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PinnedLink:
     Parameters
     ----------
     device
-        Whose.
+        The destination.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,15 +39,15 @@ class PinnedLink:
 class HostInputs:
     """Writes the inputs of an executor.
 
-    A device gets them from a pinned image of the bytes in which they lie, in one copy where they lie side by side. Numbers
-    that the image has already are not written again; what lies between inputs is nobody's before a step.
+    A device gets them from a pinned image, in one copy per contiguous span. Values that the image has already are not
+    written again; the bytes between inputs hold nothing before a step.
 
     Parameters
     ----------
     inputs
-        Views of the executor's, by name.
+        The executor's input views, by name.
     link
-        To the device that they are on; a `PinnedLink` if not given, none on a CPU.
+        To their device; a `PinnedLink` if not given, none on a CPU.
     """
 
     def __init__(self, inputs: Mapping[str, Tensor], link: PinnedLink | None = None) -> None:
@@ -71,10 +71,10 @@ class HostInputs:
                 self._targets[names[place]] = view_like(tensors[place], image, offset)
 
     def write(self, values: Mapping[str, Tensor | Numbers]) -> None:
-        """Write values by name; where there are fewer than the plan has rows, the last one is repeated.
+        """Write values by name; if there are fewer than the plan has rows, the last one is repeated.
 
-        On a device the copy is given to the current stream, and values that are there already come after it. The same
-        mapping as before is not read again: nobody changes what it holds.
+        On a device the copy goes to the current stream; values that are already on the device are copied after it. The
+        mapping of the last call is not read again: its values must not change.
         """
         self.fill(values)
         self._send()
@@ -82,16 +82,16 @@ class HostInputs:
             fill_rows(self.views[name], _tensor(value))
 
     def fill(self, values: Mapping[str, Tensor | Numbers]) -> None:
-        """Write what the host has of them into the images, if there are any; the device's memory stays as it is."""
+        """Write the values of the host into the pinned images, if there are any; the device's memory stays as it is."""
         if not self._images or self._last is values:
             return
         if self._sent is not None:
-            self._sent.synchronize()  # long since done, but for steps that were launched ahead
+            self._sent.synchronize()  # usually done long ago; not if steps were launched ahead
         self._last, self._there = None, {}
         for name, value in values.items():
             if isinstance(value, Numbers) and self._written.get(name) == value:
                 continue
-            self._written.pop(name, None)  # whoever is interrupted writes it again
+            self._written.pop(name, None)  # if interrupted, it is written again
             if isinstance(value, Tensor) and value.device.type != "cpu":
                 self._there[name] = value
                 continue

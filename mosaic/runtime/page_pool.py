@@ -1,7 +1,7 @@
-"""PagePool on a CPU: large ranges of address space, reserved once, of which a prefix is committed, but for holes in it.
+"""PagePool: address ranges on the CPU, reserved once, of which a prefix, except holes, is committed.
 
-Reserved pages cost nothing and fault when touched (PROT_NONE); committing makes pages readable and writable,
-decommitting hands them back and makes them fault again, so that a stray access is caught.
+Reserved pages cost nothing and fault when touched (PROT_NONE). Committing makes pages readable and writable;
+decommitting returns them to the system and makes them fault again, so that a stray access is caught.
 Linux: mmap, mprotect, madvise, mincore through ctypes. `host_pool` pins such ranges for a CUDA device.
 """
 
@@ -33,7 +33,7 @@ PAGE_BYTES: Final = mmap.PAGESIZE
 """Granularity of commits: the system's page, as in the built-in profile of a CPU."""
 
 POPULATE_BYTES: Final = 256 * MIB
-"""Bytes of pages that are faulted in at a time: in between there is a look at what is left, and Ctrl-C is heard."""
+"""Bytes of pages that are faulted in at a time: free memory is checked, and Ctrl-C is noticed, in between."""
 
 Access = Literal["none", "read", "write"]
 _PROTECTION: Final[dict[Access, int]] = {"none": 0, "read": 1, "write": 3}
@@ -52,11 +52,11 @@ class HostMemoryError(RuntimeMemoryError):
     Attributes
     ----------
     asked_bytes
-        What the call wanted on top; of a refused pinning, what was to be pinned.
+        Bytes to commit on top of the committed ones, or to pin.
     committed_bytes
         What the range holds now.
     available_bytes
-        What the machine could give before the call, without swapping; None where it does not say.
+        What the machine could give before the call without swapping; None if unknown.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Linux:
         _check(self._libc.mprotect(address, size, _PROTECTION[access]))
 
     def populate(self, address: int, size: int) -> None:
-        """Fault the pages in; a kernel older than 5.14 leaves that to the first touch."""
+        """Fault the pages in; on a kernel older than 5.14, the first touch does that."""
         try:
             _check(self._libc.madvise(address, size, _MADV_POPULATE_WRITE))
         except OSError as error:
@@ -131,7 +131,7 @@ _LOW_BIT: Final = bytes(value & 1 for value in range(256))  # the other bits of 
 
 
 def _machine_room() -> int | None:
-    """Read what Linux thinks can be had without swapping."""
+    """Read MemAvailable of /proc/meminfo."""
     try:
         return _fields(Path("/proc/meminfo"))["MemAvailable:"] * 1024
     except (OSError, KeyError, ValueError):
@@ -139,7 +139,7 @@ def _machine_room() -> int | None:
 
 
 def container_room(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Read what the limit of this container leaves; its control group is the root of what it sees (v2, else v1).
+    """Read the rest of this container's limit; its control group is the root that it sees (v2, else v1).
 
     The kernel drops cached files before it enforces a limit, so they count as free.
     """
@@ -163,7 +163,7 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 def _address_advice() -> str:
-    """What makes room for a reservation: a process has 128 TiB of addresses, or what its limit says."""
+    """Advice for a failed reservation: a process has 128 TiB of addresses, or its limit."""
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     if most == resource.RLIM_INFINITY:
         return "close models that are open, or open them with smaller budgets"
@@ -200,13 +200,13 @@ class PageRange(Range):
                 f"{_address_advice()}."
             ) from error
         buffer = (ctypes.c_uint8 * self.capacity_bytes).from_address(self.address)
-        # The addresses go back when the last tensor over them is gone: a stray view faults, it never sees foreign
+        # The addresses are freed when the last tensor over them is gone: a stray view faults, it never sees foreign
         # memory.
         weakref.finalize(buffer, self._ending())
         self._tensor: Tensor | None = torch.frombuffer(buffer, dtype=torch.uint8)
 
     def _ending(self) -> Callable[[], None]:
-        """Give what ends the reservation; it must not hold the range itself."""
+        """Give the function that ends the reservation; it must not hold the range itself."""
         return partial(self._system.unmap, self.address, self.capacity_bytes)
 
     @property
@@ -237,9 +237,9 @@ class PageRange(Range):
             self.changes += 1
 
     def _populate(self, start: int, size: int, raise_pending: Callable[[], None]) -> None:
-        """Fault pages in, step by step, never more than there is: Linux would rather kill a process than fail a call.
+        """Fault pages in piece by piece, never more than is free: Linux would kill a process rather than fail a call.
 
-        All of it must be there beforehand; where memory grows as it is used, only the next step.
+        All of it must be free beforehand; on a machine whose memory grows with use, only the next piece.
         """
         grows = self._system.grows()
         for done in range(0, size, POPULATE_BYTES):
@@ -251,7 +251,7 @@ class PageRange(Range):
             raise_pending()
 
     def _attach(self, end: int) -> None:
-        """Make `[0, end)` usable as a kind of range needs, the last step of a growth."""
+        """Do the last step of a growth to `[0, end)` that a kind of range needs, such as pinning."""
 
     def _refused(self, size: int, reason: str, available: int | None) -> HostMemoryError:
         return HostMemoryError(
@@ -263,14 +263,14 @@ class PageRange(Range):
         )
 
     def _withdraw(self, start: int, size: int) -> None:
-        """Give pages back and guard them; also pages that never were accessible."""
+        """Discard and protect pages, also pages that never were accessible."""
         self._system.discard(start, size)
         self._system.protect(start, size, self._released)
 
     def decommit(self, num_bytes: int = 0, *, holes: Spans = ()) -> None:
         """Give back the memory beyond `[0, num_bytes)`, rounded up to pages, and the whole pages inside `holes`.
 
-        Touching it faults, or see `released`.
+        Touching it faults, unless the pool's `released` is "read".
         """
         gone = without(self._committed, self._pages(round_up(num_bytes, self.page_bytes), holes))
         with interrupts_held() as raise_pending:
@@ -282,7 +282,7 @@ class PageRange(Range):
                 raise_pending()
 
     def resident_bytes(self) -> int:
-        """Measure how much of the range is in physical memory, by the system's own account."""
+        """Measure the range's bytes in physical memory, as counted by the system."""
         return (
             self._system.resident(self.address, self._high_water)
             if self._high_water and self._tensor is not None
@@ -311,8 +311,8 @@ class PagePool(RangePool):
     system
         The calls to the operating system.
     released
-        What may be done with memory that was given back: "none", so that a stray access faults; or "read", which finds
-        zeros, where views were handed to users whom a forgotten `.clone()` must not cost the process.
+        Access to memory that was given back: "none", so that a stray access faults; or "read", which reads zeros, for
+        views that users hold: a forgotten `.clone()` must not end the process.
 
     Examples
     --------

@@ -16,21 +16,21 @@ from mosaic.units import round_up
 
 
 class Closable(Protocol):
-    """What `close_all` closes: a range or a pool."""
+    """A range or a pool, for `close_all`."""
 
     def close(self) -> None:
         """Give everything back."""
 
 
 def close_all(*parts: Closable) -> None:
-    """Close everything, also if one cannot give its memory back; that is raised at the end."""
+    """Close everything, even if one close fails; its error is raised at the end."""
     with ExitStack() as closing:
         for part in reversed(parts):
             closing.callback(part.close)
 
 
 class ClosesOnExit:
-    """What is closed at the end of a `with`: an error of its body stays the one that is raised, for it is the cause."""
+    """A context manager that closes at the end; an error of the body is raised with failures of closing as notes."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -181,7 +181,7 @@ class RangePool(ClosesOnExit):
         return sum(part.committed_bytes for part in self._ranges.values())
 
     def close(self) -> None:
-        """Close every range, also if one cannot give its memory back; that is raised at the end. Twice is fine."""
+        """Close every range, even if one close fails; its error is raised at the end. Twice is fine."""
         with interrupts_held():
             parts = tuple(self._ranges.values())
             self._ranges.clear()

@@ -1,4 +1,4 @@
-"""y = x[rows]: hidden states [C, D] of the rows that will be unembedded, and their positions [C]."""
+"""y = x[rows]: hidden states [C, D] of the rows to unembed, and their positions [C]."""
 
 from mosaic.registrar.kernels import kernels_of
 from mosaic.registrar.operator import Operator

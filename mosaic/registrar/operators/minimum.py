@@ -1,4 +1,4 @@
-"""y = min(x, other): numbers that the host gives, held to what the device has computed."""
+"""y = min(x, other): numbers of the host, limited by numbers that the device computed."""
 
 from mosaic.registrar.kernels import kernels_of
 from mosaic.registrar.operator import Operator

@@ -1,4 +1,4 @@
-"""x[order // k] += scores[order] * y: expert outputs weighted and added to the residual rows they came from."""
+"""x[order // k] += scores[order] * y: expert outputs, weighted and added to the residual rows that they belong to."""
 
 from typing import Final
 

@@ -1,9 +1,9 @@
-"""Router of a mixture of experts: scores in float32 of x @ weight[E, D].T, the top k of them, as weights.
+"""Router of a mixture of experts: scores in float32 of x @ weight[E, D].T, and the weights of the top k experts.
 
 scores[C, k] in the activation dtype, experts[C, k] as int64. A score is the softmax over the experts, or the sigmoid of
-each. Experts are chosen by score + bias[E], where there is one, and weighed by the score alone. With `groups` of
-consecutive experts, only those of the `top_groups` groups are chosen from whose two best sum up highest. The weights
-are divided by their sum if `normalize`, then multiplied by `scale`.
+each. Experts are chosen by score + bias[E], if there is a bias, and weighted by the score alone. With `groups` of
+consecutive experts, they are chosen from the `top_groups` groups with the largest sum of their two best scores. The
+weights are divided by their sum if `normalize`, then multiplied by `scale`.
 """
 
 from typing import Final
@@ -53,7 +53,7 @@ LOGIT_BYTES: Final = 4
 
 
 def logits(specs: Specs, attrs: Attrs) -> Dim:
-    """Reserve the logits in float32, which one launch writes and the next chooses from."""
+    """Reserve the logits in float32, which one launch writes and the next reads."""
     return specs["x"].shape[0] * specs["weight"].shape[0] * LOGIT_BYTES
 
 

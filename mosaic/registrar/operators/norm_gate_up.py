@@ -1,4 +1,4 @@
-"""y[T, F] = silu(h @ gate.T) * (h @ up.T) with h = rms_norm(x[T, D]): all at once, for few rows."""
+"""y[T, F] = silu(h @ gate.T) * (h @ up.T) with h = rms_norm(x[T, D]), in one launch, for few rows."""
 
 from mosaic.registrar.kernels import kernels_of
 from mosaic.registrar.operator import Attrs, Operator, Specs

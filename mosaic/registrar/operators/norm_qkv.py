@@ -1,6 +1,6 @@
-"""q, k and v[T, ...] = rms_norm(x[T, D]) @ weight.T (+ bias): norm and the three projections of attention at once, for few rows.
+"""q, k and v[T, ...] = rms_norm(x[T, D]) @ weight.T (+ bias): norm and three projections in one launch, for few rows.
 
-`arrivals` are 0 before and after: `mosaic.registrar.few_rows` says what counts with them.
+`arrivals` are 0 before and after: counters of the splits, see `mosaic.registrar.few_rows`.
 """
 
 from typing import Final
@@ -11,7 +11,7 @@ from mosaic.registrar.operator import Attrs, Dim, Operator, Spec, Specs, require
 from mosaic.registrar.tiles import Tile, Tiles, linear_tiles, norm_tiles, tiles_bytes
 
 PROGRAMS: Final = 384
-"""Enough for a GPU that runs three on each processor."""
+"""Programs that fill a GPU that runs three per multiprocessor."""
 
 
 def rules(
@@ -33,7 +33,7 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 
 def partials(specs: Specs, attrs: Attrs) -> Dim:
-    """Reserve what the splits leave."""
+    """Reserve the partial sums of the splits."""
     count = tile_count(*(specs[f"{name}_weight"].shape[0] for name in "qkv"))
     return 4 * partial_floats(count, split_count(count, specs["x"].shape[1], PROGRAMS))
 

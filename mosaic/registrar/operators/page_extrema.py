@@ -1,4 +1,4 @@
-"""Write into extrema[E, W] the least and the largest key of pages, element by element: what Quest summarises a page by.
+"""Write into extrema[E, W] the elementwise minimum and maximum of the keys of pages, Quest's summary of a page.
 
 Quest (Tang et al. 2024, arXiv 2406.10774, section 3). A page is `page` neighbouring keys of a sequence, from a multiple of `page`
 on. Sequence b has cu_pages[b + 1] - cu_pages[b] = P whole pages; page p of it has the row page_table[cu_pages[b] + p] of
@@ -6,8 +6,8 @@ on. Sequence b has cu_pages[b + 1] - cu_pages[b] = P whole pages; page p of it h
 [slots, 2, K, H]: of every sparse layer (`slot` is this one's index among them) the least, then the largest key of each head.
 Rows of other pages, and other slots, are left as they were.
 
-Nothing is ever sliced. `tokens`, the keys that the pages have that are written, about, is for the cost model, and for how many
-programs a GPU starts. Where a key lies, `mosaic.registrar.operators.kv_store` says.
+Nothing is ever sliced. `tokens`, about the number of keys in the written pages, is for the cost model and the number of
+programs on a GPU. `mosaic.registrar.operators.kv_store` describes the layout of keys.
 """
 
 from mosaic.registrar.kernels import kernels_of

@@ -1,10 +1,10 @@
-"""y[T, N*H] and logsumexp[T, N]: `kv_attention`, and the log-sum-exp of the scores that each row and head adds up over.
+"""y[T, N*H] as in `kv_attention`, and logsumexp[T, N]: the log-sum-exp of each row and head's scores.
 
-With it the results over two sets of keys are joined (`joined_attention`): so what a block attends to of its prefix can be kept
-(FlashBlock, arXiv 2602.05305). Operands, attributes and which keys a row sees are those of `kv_attention`; `seen[b]` may be any
-number of first keys. For row r and query head g, logsumexp[r, g] is log(sum over the keys j that r sees of exp(q_r,g · k_j *
-scale)), in float32. A row in no sequence, and one that sees no key, is left as it was in both. q is not overwritten: who joins
-needs it.
+With it, results over two sets of keys are merged (`joined_attention`), so a block's attention to its prefix can be kept
+(FlashBlock, arXiv 2602.05305). Operands, attributes and visible keys are those of `kv_attention`; `seen[b]` may be any
+number of first keys. For row r and query head g, logsumexp[r, g] is log(sum over the keys j that r sees of exp(q_r,g ·
+k_j * scale)), in float32. A row in no sequence, or without a visible key, is unchanged in both. q is not overwritten:
+`joined_attention` reads it.
 """
 
 from mosaic.registrar.kernels import kernels_of

@@ -1,7 +1,7 @@
-"""Queries normed per head and rotated in place; keys, normed and rotated, and values written to the rows that they are kept in.
+"""Norm per head and rotate queries in place; norm and rotate keys, and write keys and values to the rows of the state.
 
-The same as `head_norm` (where there are norms), `rotary` and `kv_store`, which say what each operand is, at once. k and v are read
-alone. Of q, k, v, positions and sequences a region of tokens may slice the rows.
+Equal to `head_norm` (if there are norms), `rotary` and `kv_store`, which describe the operands, in one launch. k and v
+are not written. A region of tokens may slice the rows of q, k, v, positions and sequences.
 """
 
 from mosaic.registrar.kernels import kernels_of
@@ -20,7 +20,7 @@ def rules(
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
-    """List a copy of the keys, and the scratch of norms and rotation, in bytes; that of the queries is the larger."""
+    """List a copy of the keys, and the scratch of norms and rotation, in bytes; the queries' is the larger."""
     (rows, width), dtype, size = specs["q"].shape, specs["q"].dtype, attrs["head_size"]
     rotation = rotary.tiles({"x": specs["q"], "inv_freq": specs["inv_freq"]}, attrs)
     norm = norm_tiles(rows, width // size, size, dtype) if "q_norm" in specs else ()

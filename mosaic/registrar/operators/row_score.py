@@ -1,8 +1,8 @@
-"""score[M] of each row from the outputs of `row_stats` or `row_sample`: by what rows are chosen, higher first.
+"""score[M] of each row from the outputs of `row_stats` or `row_sample`: rows are chosen by it, the highest first.
 
-kind `confidence`: exp(sample_logit - logsumexp), the probability of the sample; `margin`: that of the argmax less that of
-the runner-up; `entropy`: -entropy; `random`: a number in (0, 1) of the row's key; `sequential`: -(row index). Rows are
-never sliced: `sequential` counts them.
+kind `confidence`: exp(sample_logit - logsumexp), the probability of the sample; `margin`: the argmax's probability
+minus the runner-up's; `entropy`: -entropy; `random`: a number in (0, 1) from the row's key; `sequential`: -(row index).
+Rows are never sliced: `sequential` counts them.
 """
 
 from typing import Final

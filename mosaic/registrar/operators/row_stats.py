@@ -8,7 +8,7 @@ from mosaic.registrar.tiles import Tiles, statistics_tiles
 
 STATISTICS: Final = ("token", "maximum", "second", "logsumexp", "entropy")
 STATISTICS_OF_C: Final = "token:i64[C] maximum:f32[C] second:f32[C] logsumexp:f32[C] entropy:f32[C]"
-"""What every sampler is built from; the argmax takes the lower index on ties."""
+"""The statistics that every sampler uses; the argmax takes the lower index on ties."""
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:

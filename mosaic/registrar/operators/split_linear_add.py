@@ -1,6 +1,6 @@
-"""y[T, O] += x[T, I] @ weight[O, I].T, split over I where few rows would leave most of a GPU idle.
+"""y[T, O] += x[T, I] @ weight[O, I].T, split over I: few rows would otherwise leave most of a GPU idle.
 
-`arrivals` are 0 before and after: `mosaic.registrar.few_rows` says what counts with them.
+`arrivals` are 0 before and after: counters of the splits, see `mosaic.registrar.few_rows`.
 """
 
 from typing import Final
@@ -11,7 +11,7 @@ from mosaic.registrar.operator import Attrs, Dim, Operator, Specs
 from mosaic.registrar.tiles import Tiles, linear_tiles
 
 PROGRAMS: Final = 160
-"""Enough for a GPU that runs one on each processor."""
+"""Programs that fill a GPU that runs one per multiprocessor."""
 
 
 def rules(*, N: Dim, A: Dim, **_: object) -> None:
@@ -23,7 +23,7 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 
 def partials(specs: Specs, attrs: Attrs) -> Dim:
-    """Reserve what the splits leave."""
+    """Reserve the partial sums of the splits."""
     outer, inner = specs["weight"].shape
     count = tile_count(outer)
     return 4 * partial_floats(count, split_count(count, inner, PROGRAMS))

@@ -1,14 +1,14 @@
-"""importance[B, K, P]: how much attention the voting rows of each sequence give to the positions of its block, per KV head.
+"""importance[B, K, P]: the attention of each sequence's voting rows to the positions of its block, per KV head.
 
 FOCUS (Liang et al., "DLLMs Know How to Tame Their Compute Bound", equations 2 and 15). The block of sequence b begins at position
 first[b] and has P positions. Its keys here are those at first[b] + listed[b, j], offsets that ascend and are followed by -1. Its
 rows of q are cu_seqlens[b] to cu_seqlens[b + 1]; those with votes 1 vote. For a voting row r and a query head g of key-value head
 h, s_j = q_r,g · k_j * scale, m_j is the largest of the s_i with |i - j| <= pool // 2, and p = softmax over j of m. importance[b,
 h, listed[b, j]] is the sum of p_j over the voting rows and the query heads of h, and importance[b, h] is 0 at every other offset.
-So the published importance of a token is the sum over h, and a layer's importances add up to voting rows times query heads: those
-of two layers differ by 0 on average.
+So the published importance of a token is the sum over h, and a layer's importances add up to voting rows times query
+heads: the difference of two layers' importances is 0 on average.
 
-Nothing is ever sliced. Where a key lies, `mosaic.registrar.operators.kv_store` says.
+Nothing is ever sliced. `mosaic.registrar.operators.kv_store` describes the layout of keys.
 """
 
 from mosaic.registrar.kernels import kernels_of

@@ -14,7 +14,7 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 
 SAMPLED_PARTIAL_BYTES: Final = 32
-"""One partial with a sample as well: an int32 token and two float32 more."""
+"""Bytes of a partial with a sample: an int32 token and two float32 more."""
 
 
 def partials(specs: Specs, attrs: Attrs) -> Dim:

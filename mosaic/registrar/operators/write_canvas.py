@@ -1,6 +1,6 @@
-"""canvas[rows] = token where `taken` is not 0; everywhere, if it is left out. `read_canvas` says what a canvas is.
+"""canvas[rows] = token where `taken` is not 0; for all rows if `taken` is left out. `read_canvas` describes a canvas.
 
-Rows are distinct where they are taken; one outside the canvas is that of nobody, and is left out.
+Taken rows are distinct; a row outside the canvas is skipped.
 """
 
 from mosaic.registrar.kernels import kernels_of

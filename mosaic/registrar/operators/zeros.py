@@ -1,4 +1,4 @@
-"""y[count] = 0, int32: counters for the kernels that leave them so."""
+"""y[count] = 0, int32: counters, which kernels set back to 0."""
 
 from mosaic.registrar.kernels import kernels_of
 from mosaic.registrar.operator import Operator, require
