@@ -17,8 +17,6 @@ from typing import Any, Final, TypeAlias
 from mosaic.errors import UnknownName, UsageError
 from mosaic.units import GIB, MIB, parse_bytes
 
-__all__ = ["ANY_COLUMNS", "DEFAULT_DEVICE", "DEVICES", "GRAPH_BYTES", "Device", "Rates", "load_device", "to_toml"]
-
 Rates: TypeAlias = Mapping[int, float]
 """FLOP/s by size, interpolated over the logarithm of the size, constant beyond both ends."""
 

@@ -20,8 +20,6 @@ from mosaic.registrar.operands import parse, shapes
 from mosaic.registrar.operator import Backend, Dim, Implementation, Operator, Spec
 from mosaic.registrar.polynomial import symbol
 
-__all__ = ["OperatorMismatch", "verify_operator"]
-
 _GUARD: Final = 512  # bytes before and after each buffer that a launch may write
 _GUARD_VALUE: Final = 0xA5
 _ROUNDINGS: Final = 64

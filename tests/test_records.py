@@ -79,7 +79,7 @@ def wrong_by_history(root: Path) -> Iterator[str]:
 
 
 def versions_of(root: Path) -> dict[str, list[Record]]:
-    """Every version of every record since records are sealed: of the history, and the one that lies there."""
+    """Every version of every record since records are sealed: of the history, where the seal is its own, and what lies there."""
     blobs: dict[str, str] = {}
     log = git(root, "log", "-m", "--raw", "--no-abbrev", "--no-renames", "--format=", "--", "benchmarks/results")
     for line in log.splitlines():
@@ -90,7 +90,9 @@ def versions_of(root: Path) -> dict[str, list[Record]]:
     printed = git(root, "cat-file", "--batch", given="".join(f"{blob}\n" for blob in blobs))
     for header, text in re.findall(r"^([0-9a-f]{40}) blob \d+\n(\{.*?^\})$", printed, re.MULTILINE | re.DOTALL):
         if '"digest": "' in text:
-            found.setdefault(blobs[header], []).append(json.loads(text))
+            version = json.loads(text)
+            if version["environment"]["digest"] == record.digest_of(version):  # else `wrong_in_themselves` refused it
+                found.setdefault(blobs[header], []).append(version)
     return found
 
 

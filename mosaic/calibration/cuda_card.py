@@ -38,18 +38,6 @@ from mosaic.errors import MosaicError, RuntimeMemoryError
 from mosaic.kernels import load
 from mosaic.version import __version__
 
-__all__ = [
-    "DENSE",
-    "EXPERTS",
-    "CudaTimer",
-    "cuda_bench",
-    "hold_models",
-    "load_kernels",
-    "measure_fixed_part",
-    "run_model",
-    "warm_up",
-]
-
 _REPEATS: Final = range(3, 51)
 _WARM_UP_S: Final = 0.5
 _HELPER: Final = "from mosaic.calibration.cuda_card import hold_models; import sys; hold_models(sys.argv[1])"

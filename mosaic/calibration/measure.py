@@ -21,26 +21,6 @@ from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator as shipped
 from mosaic.units import MIB, format_bytes, round_up
 
-__all__ = [
-    "FULL",
-    "QUICK",
-    "Bench",
-    "Calibration",
-    "Call",
-    "FixedPart",
-    "Sizes",
-    "Timer",
-    "WrongResult",
-    "attention_rates",
-    "calibrate",
-    "few_rows_rates",
-    "gemm_rates",
-    "launch_times",
-    "link_rates",
-    "memory_bandwidth",
-    "unembed_rates",
-]
-
 Call: TypeAlias = Callable[[], object]
 """One launch with its operands."""
 

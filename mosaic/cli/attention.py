@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from mosaic.planner.planner import Planner
     from mosaic.planner.request import Request
 
-__all__ = ["Asked", "figures", "report_steps", "requests_of"]
-
 
 class Asked(SimpleNamespace):
     """The options of a request that policies use: the given ones, and None for all others."""

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from mosaic.planner.check import Unproved
     from mosaic.planner.plan import Plan
 
-__all__ = ["check"]
-
 
 def check(
     file: Annotated[Path, typer.Argument(help="A plan's JSON.", metavar="PLAN.JSON")],

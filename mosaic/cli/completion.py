@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["device_names", "model_names", "solver_names"]
-
 
 def device_names(incomplete: str) -> list[str]:
     """Return built-in profiles; the shell completes profile files by itself.

@@ -9,13 +9,6 @@ import typer
 
 from mosaic.cli.completion import device_names
 
-__all__ = [
-    "Ahead", "Alg", "AlgTemp", "Algorithm", "Attention", "BlockCache", "BlockCommit", "BlockLength", "Budget",
-    "Cache", "CfgScale", "DType", "EditThreshold", "Eps", "Eviction", "Factor", "MaxPostSteps", "MinimalTopK",
-    "Remasking", "RopeScaling", "SmallBlockLength", "Steps", "Temperature", "Threads", "Threshold", "TopK", "TopP",
-    "Where", "given",
-]  # fmt: skip
-
 Steps: TypeAlias = Annotated[
     int | None, typer.Option(help="Denoising steps in all; of each block for block-diffusion models.")
 ]

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from mosaic.models import Model
     from mosaic.planner import Request
 
-__all__ = ["devices", "profile"]
-
 
 def devices(
     fits: Annotated[

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from mosaic.planner.planner import Planner
     from mosaic.planner.request import Request
 
-__all__ = ["block_of", "cut_of", "figures", "pays_up_to", "report_graphs"]
-
 
 def block_of(planner: Planner, ctx: str | None, seq_lens: str | None) -> Request:
     """Return a step of one block at the end of each context."""

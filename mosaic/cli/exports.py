@@ -15,8 +15,6 @@ from mosaic.files import is_replaceable, write_atomic
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["check_targets", "export", "report", "say_written"]
-
 Document = Mapping[str, Any]
 
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     View: TypeAlias = LiveView | Lines
 
-__all__ = ["generate"]
-
 
 def generate(
     context: typer.Context,

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from mosaic.decoding.streaming import Step
     from mosaic.viz.canvas_picture import CanvasTracker
 
-__all__ = ["Lines", "LiveView", "Record"]
-
 _PICTURE_SECONDS: Final = 1 / 12
 _LINE_SECONDS: Final = 5.0
 _LINES_AROUND: Final = 6

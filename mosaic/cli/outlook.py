@@ -10,8 +10,6 @@ from mosaic.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
 
-__all__ = ["LARGE", "available_bytes", "outlook"]
-
 LARGE: Final = 500_000_000
 """Parameters of a model from which on warnings are given."""
 LONG_S: Final = 60.0

@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = [
-    "degrade_output",
-    "is_unicode",
-    "new_table",
-    "note",
-    "noted_warnings",
-    "print_json",
-    "report_plan",
-    "results",
-]
-
 
 _PLAIN: Final[Mapping[str, str]] = {
     "\N{MULTIPLICATION SIGN}": "x", "\N{EN DASH}": "-", "\N{EM DASH}": "-", "\N{BLACK UP-POINTING TRIANGLE}": "^",

@@ -18,8 +18,6 @@ from mosaic.errors import UsageError
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
 
-__all__ = ["plan"]
-
 
 def plan(
     context: typer.Context,

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from mosaic.planner import Planner, Request
     from mosaic.planner.plan import Plan
 
-__all__ = ["own_dtype", "read_model", "read_plan", "read_request", "require_torch", "scaled"]
-
 
 def read_model(model: str | None, dtype: str | None) -> Model:
     """Return the model that `--model` and `--dtype` describe."""

@@ -13,8 +13,6 @@ from mosaic.units import format_bytes, format_seconds, format_tokens
 from mosaic.viz.profile import largest_live, peak_index
 from mosaic.viz.text import text_timeline
 
-__all__ = ["comparison", "explanation", "print_plan"]
-
 _COMPONENTS = (
     ("context and libraries", ("context", "library")),
     ("weights", ("weights",)),

@@ -17,8 +17,6 @@ from mosaic.models.rotary import Rotary
 from mosaic.registrar.schemes.plain import PLAIN
 from mosaic.registrar.schemes.scheme import Scheme
 
-__all__ = ["Architecture", "Attention", "FeedForward", "Layer", "TensorNames"]
-
 MOST_LAYERS: Final = 4096
 MOST_PARAMETERS: Final = 1 << 48
 """The largest supported number; a config with more is damaged."""

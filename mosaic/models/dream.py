@@ -9,8 +9,6 @@ from mosaic.models.architecture import Architecture, FeedForward, Layer
 from mosaic.models.huggingface import HUGGINGFACE, attention, preset, transformer
 from mosaic.models.values import positive
 
-__all__ = ["FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture"]
-
 FAMILY: Final = "dream"
 LABEL: Final = "Dream"
 MODEL_TYPES: Final = ("dream",)

@@ -10,8 +10,6 @@ from mosaic.models.architecture import Architecture
 from mosaic.models.huggingface import preset, transformer
 from mosaic.models.values import positive
 
-__all__ = ["FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture"]
-
 FAMILY: Final = "fast-dllm-v2"
 LABEL: Final = "Fast-dLLM v2"
 MODEL_TYPES: Final = ("fast_dllm_qwen",)

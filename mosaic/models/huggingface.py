@@ -12,8 +12,6 @@ from mosaic.models.keys import COMMON
 from mosaic.models.rotary import read_rotary
 from mosaic.models.values import flag, number, positive, share, token_id, token_ids
 
-__all__ = ["HUGGINGFACE", "NAMES", "attention", "preset", "transformer"]
-
 HUGGINGFACE: Final = COMMON.extended(
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size rms_norm_eps "
     "max_position_embeddings rope_theta rope_scaling rope_parameters original_max_position_embeddings tie_word_embeddings "

@@ -14,8 +14,6 @@ from typing import Any, Final
 
 from mosaic.errors import ConfigWarning, UnsupportedModel
 
-__all__ = ["COMMON", "Fixed", "Keys"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixed:

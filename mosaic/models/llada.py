@@ -11,8 +11,6 @@ from mosaic.models.keys import COMMON, Fixed
 from mosaic.models.rotary import read_rotary
 from mosaic.models.values import count, flag, number, positive, share, token_id, token_ids
 
-__all__ = ["FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture"]
-
 FAMILY: Final = "llada"
 LABEL: Final = "LLaDA"
 MODEL_TYPES: Final = ("llada",)

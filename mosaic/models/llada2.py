@@ -16,8 +16,6 @@ from mosaic.models.huggingface import HUGGINGFACE, attention, preset, transforme
 from mosaic.models.keys import Fixed
 from mosaic.models.values import count, flag, number, positive
 
-__all__ = ["EDITING", "FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture", "edits"]
-
 FAMILY: Final = "llada2"
 LABEL: Final = "LLaDA2"
 EDITING: Final = "llada21_moe"

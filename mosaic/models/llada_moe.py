@@ -12,8 +12,6 @@ from mosaic.models.huggingface import NAMES as HUGGINGFACE_NAMES
 from mosaic.models.keys import Fixed
 from mosaic.models.values import flag, positive
 
-__all__ = ["FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture"]
-
 FAMILY: Final = "llada-moe"
 LABEL: Final = "LLaDA-MoE"
 MODEL_TYPES: Final = ("lladamoe", "llada_moe")

@@ -14,8 +14,6 @@ from typing import Any, Final, Literal, Self, TypeAlias, get_args
 from mosaic.errors import UnsupportedModel, UsageError
 from mosaic.models.values import flag, number, positive, refuse
 
-__all__ = ["Rotary", "Scaling", "read_rotary"]
-
 Scaling: TypeAlias = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 
 _PREFIX: Final = "=inv_freq:"

@@ -10,8 +10,6 @@ from mosaic.models.huggingface import HUGGINGFACE, attention, preset, transforme
 from mosaic.models.keys import Fixed
 from mosaic.models.values import positive
 
-__all__ = ["FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture"]
-
 FAMILY: Final = "sdar"
 LABEL: Final = "SDAR"
 MODEL_TYPES: Final = ("sdar",)

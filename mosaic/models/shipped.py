@@ -8,8 +8,6 @@ from typing import Final
 
 from mosaic.errors import CheckpointError
 
-__all__ = ["CHECKPOINTS", "SHIPPED", "shipped"]
-
 SHIPPED: Final[Mapping[str, str]] = {"small": "small-llada", "small-llada": "small-llada", "small-sdar": "small-sdar"}
 """Name -> directory in `mosaic/checkpoints`; `small` is the bidirectional one."""
 CHECKPOINTS: Final = Path(__file__).parent.parent / "checkpoints"

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.registrar.bucketed import BucketedStep
 
-__all__ = ["MAX_TOKENS", "StepSize", "bucket", "most_rows", "rounded_states"]
-
 MAX_TOKENS: Final = 2**31 - 1
 """Positions and sequence bounds are int32."""
 FEWEST_ROWS: Final = 16

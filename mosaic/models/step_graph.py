@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from mosaic.registrar.operator import Dim
     from mosaic.registrar.polynomial import Polynomial
 
-__all__ = ["Ending", "StepGraph"]
-
 
 class StepGraph(Protocol):
     """The registration of one step.

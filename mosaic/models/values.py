@@ -7,20 +7,6 @@ from typing import Any, Final
 
 from mosaic.errors import UnsupportedModel
 
-__all__ = [
-    "FLOATS",
-    "MOST",
-    "count",
-    "dtype_of",
-    "flag",
-    "number",
-    "positive",
-    "refuse",
-    "share",
-    "token_id",
-    "token_ids",
-]
-
 MOST: Final = (1 << 31) - 1
 """The largest supported size; products of smaller sizes are exact integers."""
 FLOATS: Final = ("bfloat16", "float16", "float32", "float64")

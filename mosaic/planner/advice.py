@@ -19,8 +19,6 @@ from mosaic.planner.search import TOLERANCE
 from mosaic.planner.template import collector_paused
 from mosaic.units import MIB, format_bytes, format_seconds, format_tokens, round_up
 
-__all__ = ["Misfit", "Option", "misfit"]
-
 ANY_HOST: Final = 1 << 42
 """More pinned memory than a host has: 4 TiB."""
 

@@ -11,8 +11,6 @@ from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.planner.template import Template, compile_template
 from mosaic.registrar.schemes.plain import PLAIN
 
-__all__ = ["forget", "template_of"]
-
 _compiled: dict[tuple[Any, ...], Template] = {}
 
 

@@ -24,8 +24,6 @@ from mosaic.registrar.few_rows import FEW_ROWS
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import find
 
-__all__ = ["OpTimes", "RateGrid", "RateGrids", "op_totals"]
-
 _Vector: TypeAlias = npt.NDArray[np.float64]
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")

@@ -21,8 +21,6 @@ from mosaic.planner.space import Config, Point, Space
 from mosaic.registrar.operator import Operator
 from mosaic.units import round_up
 
-__all__ = ["SCHEMA", "Draft", "assemble"]
-
 SCHEMA: Final = "mosaic.plan/1"
 _HELD: Final = ("inputs", "outputs", "carried")
 

@@ -18,19 +18,6 @@ from mosaic.planner.rungs import Rung, groups, smallest
 from mosaic.planner.search import SearchResult, lowest, search, trace_step
 from mosaic.planner.space import Config, Point, Space
 
-__all__ = [
-    "QUICK",
-    "DimsAt",
-    "MemoryBytes",
-    "holds",
-    "is_feasible",
-    "least",
-    "max_context",
-    "search_and_place",
-    "smallest_host",
-    "smallest_total",
-]
-
 DimsAt = Callable[[int], Mapping[str, int]]
 _FAR: Final = 1 << 20
 """A context at which the configurations with the least device memory are found."""

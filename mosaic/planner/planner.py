@@ -33,8 +33,6 @@ from mosaic.registrar.program import Program
 from mosaic.units import Size, parse_bytes
 from mosaic.version import __version__
 
-__all__ = ["Planner", "Settings", "SizedStep", "Step", "plan", "plan_point"]
-
 SizedStep: TypeAlias = StepSize | ProgramStep
 """A step in numbers, of a model or of a program."""
 Step: TypeAlias = Request | SizedStep

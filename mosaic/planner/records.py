@@ -18,8 +18,6 @@ from mosaic.planner.lifetimes import BarrierRecord
 from mosaic.planner.peaks import ALIGNMENT
 from mosaic.planner.space import Config, Ids, Point, Tables, Variant
 
-__all__ = ["numbers_of", "records_of"]
-
 _Row = Mapping[str, Any]
 
 

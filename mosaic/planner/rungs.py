@@ -14,8 +14,6 @@ from typing import TypeAlias
 
 from mosaic.planner.space import Config, Point
 
-__all__ = ["Rung", "affordable", "groups", "smallest", "whole_grid"]
-
 Rung: TypeAlias = tuple[str, ...]
 """An option of every choice."""
 

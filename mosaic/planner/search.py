@@ -19,8 +19,6 @@ from typing import NamedTuple
 from mosaic.planner.rungs import affordable, groups, smallest, whole_grid
 from mosaic.planner.space import Config, Point
 
-__all__ = ["TOLERANCE", "SearchResult", "TraceStep", "brute_force", "lowest", "search", "trace_step"]
-
 TOLERANCE = 0.0025
 """Share of time within which two configurations count as equally fast."""
 

@@ -13,8 +13,6 @@ from mosaic.registrar.parts import Buffer, Choice, DimInfo, Kind, Region
 from mosaic.registrar.polynomial import Polynomial, symbol
 from mosaic.registrar.source import caller
 
-__all__ = ["Declarations"]
-
 SHARED: Final = frozenset({"weight", "state", "carry"})
 
 

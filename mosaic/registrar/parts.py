@@ -9,21 +9,6 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from mosaic.registrar.operator import Dim, Operator, Rate, Spec
 from mosaic.registrar.polynomial import Polynomial
 
-__all__ = [
-    "ALIGNMENT",
-    "MAIN",
-    "Barrier",
-    "Buffer",
-    "Choice",
-    "DimInfo",
-    "Edge",
-    "Kind",
-    "Op",
-    "Region",
-    "Run",
-    "Slice",
-]
-
 Kind: TypeAlias = Literal["weight", "state", "carry", "transient", "scratch", "input", "output", "host", "external"]
 
 MAIN: Final = "main"

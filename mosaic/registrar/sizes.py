@@ -14,20 +14,6 @@ from mosaic.errors import GraphError
 from mosaic.registrar.operator import Dim, Operator, Spec, Work
 from mosaic.registrar.polynomial import Polynomial
 
-__all__ = [
-    "Asked",
-    "Attributes",
-    "Cut",
-    "Loops",
-    "Results",
-    "Seen",
-    "Specs",
-    "View",
-    "asked",
-    "results",
-    "view",
-]
-
 _KEPT: Final = 4096
 """Results that each computation caches, for layers and graphs that repeat it."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["caller"]
-
 
 def caller() -> str:
     """Return `file:line` of the registering code: the first frame outside this package."""

@@ -10,8 +10,6 @@ from mosaic.errors import GraphError
 from mosaic.registrar.parts import MAIN, Edge
 from mosaic.registrar.source import caller
 
-__all__ = ["Streams"]
-
 
 @dataclass(slots=True)
 class _Side:

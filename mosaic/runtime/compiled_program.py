@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from mosaic.runtime.executor import Executor
     from mosaic.runtime.held_values import HeldValues
 
-__all__ = ["CompiledProgram", "program_of"]
-
 Dims: TypeAlias = Mapping[str, Size]
 NO_DIMS: Final[Dims] = MappingProxyType({})
 NO_INPUTS: Final[Mapping[str, Tensor]] = MappingProxyType({})

@@ -17,8 +17,6 @@ from torch import Tensor
 from mosaic.errors import MissingExtra, MosaicError, RuntimeMemoryError
 from mosaic.units import format_bytes
 
-__all__ = ["Addresses", "CudaDriver", "CudaError", "bindings"]
-
 
 class CudaError(MosaicError):
     """A call that the CUDA driver refused.

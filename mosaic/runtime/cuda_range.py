@@ -23,8 +23,6 @@ from mosaic.runtime.range_pool import Range
 from mosaic.runtime.spans import Span, Spans, joined, total, without
 from mosaic.units import MIB, format_bytes, round_up
 
-__all__ = ["CHUNK_BYTES", "CudaMemoryError", "CudaRange"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from mosaic.planner.plan_records import PlanRecords
     from mosaic.planner.planner import Planner, SizedStep
 
-__all__ = ["Engine", "Ran"]
-
 KEPT_EXECUTORS: Final = 128
 """Executors that are kept: they take host memory only. The bytes of their graphs are bounded by `GraphMemory`."""
 KEPT_SIZES: Final = 256

@@ -34,8 +34,6 @@ from mosaic.runtime.weight_guard import WeightGuard
 from mosaic.runtime.weights import require_in_place
 from mosaic.runtime.workspace import HOST, Workspace
 
-__all__ = ["Call", "Debug", "Executor"]
-
 Debug = Literal["poison"] | None
 SCHEMA: Final = "mosaic.plan/1"
 

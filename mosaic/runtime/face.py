@@ -8,8 +8,6 @@ from mosaic.runtime.outputs import MemoryReport
 from mosaic.runtime.range_pool import ClosesOnExit
 from mosaic.runtime.workspace import Workspace
 
-__all__ = ["Face"]
-
 
 class Face(ClosesOnExit):
     """The common base of compiled models and compiled programs."""

@@ -18,8 +18,6 @@ from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.units import MIB, format_bytes
 
-__all__ = ["GRAPH_BYTES", "GraphMemory", "NoRoom"]
-
 GRAPH_BYTES: Final = 256 * MIB
 """The most that captured graphs of a model take, if the budget has it free."""
 

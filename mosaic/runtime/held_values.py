@@ -10,8 +10,6 @@ from mosaic.errors import UsageError
 if TYPE_CHECKING:
     from mosaic.planner.plan_records import PlanRecords
 
-__all__ = ["HeldValues"]
-
 
 class HeldValues(Mapping[str, int]):
     """Bytes that hold a value, by pool of a state or carry.

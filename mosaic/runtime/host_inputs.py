@@ -11,8 +11,6 @@ from mosaic.runtime.batch import fill_rows
 from mosaic.runtime.host_copy import bytes_of, spans, view_like
 from mosaic.runtime.numbers import Numbers
 
-__all__ = ["HostInputs", "PinnedLink"]
-
 
 class PinnedLink:
     """Copies bytes of the host to a device: pinned memory, copied on a CUDA device's current stream.

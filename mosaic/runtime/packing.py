@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from mosaic.runtime.executor import Executor
     from mosaic.runtime.held_values import HeldValues
 
-__all__ = ["PackedStep", "group_of", "pack_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PackedStep:

@@ -14,8 +14,6 @@ from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.spans import Spans, inner_pages, total, without
 from mosaic.units import round_up
 
-__all__ = ["ClosesOnExit", "Range", "RangePool", "close_all"]
-
 
 class Closable(Protocol):
     """A range or a pool, for `close_all`."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, TypeAlias
 
-__all__ = ["Arguments", "Lines", "Segment", "Step"]
-
 Arguments: TypeAlias = Mapping[str, Any]
 _NOTHING: Final[Arguments] = {}
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from mosaic.models.phase import Phase
     from mosaic.models.state import State
 
-__all__ = ["SharedSizes"]
-
 
 class SharedSizes:
     """The largest steps that live requests may share, wherever each of them is.

@@ -15,8 +15,6 @@ from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.range_pool import ClosesOnExit
 from mosaic.runtime.spans import Span, Spans, joined
 
-__all__ = ["OwnedRows", "RowTable"]
-
 
 class RowTable:
     """Hands out the rows of one state.

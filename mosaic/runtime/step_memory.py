@@ -16,8 +16,6 @@ from mosaic.runtime.workspace import HOST, Workspace
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
 
-__all__ = ["StepMemory"]
-
 WORKSPACE: Final = "workspace"
 ALTERNATING: Final = 8
 """Plans that alternate without a new commit, such as the graphs of one step."""

@@ -25,8 +25,6 @@ from mosaic.runtime.segments import Arguments, Lines, Segment, Step
 from mosaic.runtime.streams import MAIN, CudaStreams
 from mosaic.runtime.views import Column, Loop, SliceOf, Views
 
-__all__ = ["unroll"]
-
 _Columns: TypeAlias = Mapping[str, Column]
 _NO_SIGNALS: Final = Body()
 _ONCE: Final = range(1)

@@ -21,19 +21,6 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
 
-__all__ = [
-    "HIGH",
-    "LOW",
-    "STATES",
-    "CanvasPicture",
-    "CanvasTracker",
-    "Cell",
-    "CellState",
-    "Memory",
-    "Progress",
-    "printable",
-]
-
 CellState: TypeAlias = Literal["mask", "low", "medium", "high", "earlier"]
 LOW: Final = 0.5
 """Confidence below which a token is `low`."""

@@ -30,9 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["before_after_figure", "blank_figure", "figure_png", "plan_figure", "plan_png"]
-
-_LAYER: Final = re.compile(r"^\w+\.\d+/")  # dropped from tick labels
+_LAYER: Final = re.compile(r"^\w+\.\d+/")  # every tick would repeat it
 _INK: Final = "#333333"
 _FAINT: Final = "#E4E4E4"
 _ZOOM_OPS: Final = 24  # about two layers, with readable op names

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from mosaic.registrar.parts import Buffer, DimInfo, Edge, Op, Region
 
-__all__ = ["Drawn", "Picture", "graph_figure", "graph_png"]
-
 _NUMBERED: Final = re.compile(r"((?:.*?/)?\w+)\.(\d+)(?=/)")  # "layers.3" of "layers.3/ffn/gate"
 _MAIN: Final = "main"
 _UNSEEN: Final = frozenset({"weight", "scratch"})  # every op has them; they would hide the flow

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["COLORS", "LIMIT_COLOR", "PEAK_COLOR", "ink_on"]
-
 COLORS: Final[Mapping[str, str]] = {
     "weights": "#5B7083",
     "state": "#F0E442",

@@ -14,8 +14,6 @@ from typing import Any, Final
 from mosaic.units import format_bytes
 from mosaic.viz.profile import CATEGORIES, Document, LiveProfile, check_schema, largest_live, live_profile, sizes_text
 
-__all__ = ["trace_events", "trace_json"]
-
 _PID: Final = 1
 _POOLS: Final = ("workspace", "state", "weights")
 _ORDER: Final = {"M": 0, "X": 1, "C": 2, "i": 3}

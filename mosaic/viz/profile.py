@@ -17,23 +17,6 @@ from mosaic.errors import PlanFormatError
 from mosaic.registrar.operator import Role
 from mosaic.registrar.operators import find
 
-__all__ = [
-    "CATEGORIES",
-    "Document",
-    "LiveBuffer",
-    "LiveProfile",
-    "check_schema",
-    "held_intervals",
-    "largest_live",
-    "live_profile",
-    "optimality",
-    "peak_index",
-    "placed_roots",
-    "pool_names",
-    "root_categories",
-    "sizes_text",
-]
-
 Document = Mapping[str, Any]
 """A plan as parsed JSON: `json.loads` of a file of schema `mosaic.plan/1`."""
 

@@ -28,8 +28,6 @@ from mosaic.viz.profile import (
 )
 from mosaic.viz.report_assets import SCRIPT, STYLE
 
-__all__ = ["html_report"]
-
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _COMPONENT_COLORS: Final = {
     "context": "#8A8A8A",

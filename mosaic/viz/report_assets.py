@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["SCRIPT", "STYLE"]
-
 STYLE: Final = """
 :root { color-scheme: light dark; --bg: #ffffff; --ink: #1f2328; --soft: #656d76; --line: #d9dde2; --panel: #f6f8fa;
   --good: #1a7f37; --bad: #b2182b; --mark: #1a1a1a; --grid: #e7eaee; --hatch: #ffffff; }

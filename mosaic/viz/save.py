@@ -15,8 +15,6 @@ from mosaic.viz.report import html_report
 from mosaic.viz.snapshot import snapshot_pickle
 from mosaic.viz.text import text_timeline
 
-__all__ = ["FORMATS", "save"]
-
 FORMATS: Final[Mapping[str, Callable[[Document], bytes | str]]] = {
     ".html": html_report,
     ".png": plan_png,

@@ -14,10 +14,8 @@ from typing import Any, Final
 
 from mosaic.viz.profile import Document, check_schema, held_intervals, placed_roots, pool_names, root_categories
 
-__all__ = ["memory_snapshot", "snapshot_pickle"]
-
-_FIRST_ADDRESS: Final = 0x7000_0000_0000  # a usual address of such memory, exact in JavaScript's doubles
-_POOL_STRIDE: Final = 1 << 40  # pools lie apart, like their reserved address ranges
+_FIRST_ADDRESS: Final = 0x7000_0000_0000  # where addresses of this size are usual, and exact in JavaScript's doubles
+_POOL_STRIDE: Final = 1 << 40  # pools lie apart, as the address ranges that are reserved for them do
 
 _Record = dict[str, Any]
 

@@ -13,8 +13,6 @@ from mosaic.errors import UsageError
 from mosaic.units import format_bytes
 from mosaic.viz.profile import Document, LiveProfile, live_profile, optimality, sizes_text
 
-__all__ = ["sparkline", "text_timeline"]
-
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _ROWS: Final = 4
 _MIN_WIDTH: Final = 24

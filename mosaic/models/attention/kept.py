@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from mosaic.registrar.operator import Dim
     from mosaic.registrar.schemes.scheme import Bundle
 
-__all__ = ["KeptQueries", "KeptTogether", "attend", "extents_of"]
-
 
 class _Kept(Way):
     """`stored(layer)` is called once the window's keys are in the state; it registers ops over them."""

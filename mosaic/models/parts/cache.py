@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from mosaic.models.inputs import Window
     from mosaic.models.step_graph import StepGraph
 
-__all__ = ["KEPT", "KV", "MIXED", "WHOLE", "CachePolicy", "Kept", "KeysAndValues", "Mixed", "Seen", "Whole"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeysAndValues(State):

@@ -34,18 +34,6 @@ if TYPE_CHECKING:
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
 
-__all__ = [
-    "CHANGE",
-    "REUSES",
-    "JoinedLayers",
-    "PrefixReuse",
-    "Reused",
-    "Reusing",
-    "check_reuse",
-    "reuse_inputs",
-    "reuse_states",
-]
-
 CHANGE: Final = "change"
 """The output with the relative change of a request's queries."""
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["HISTORY", "REACH", "BlockProgress", "Evicting", "Focus"]
-
 HISTORY: Final = State(name="focus_history", width=2, dtype="float32", least_rows=1)
 """Per request, the number of decoded tokens, as a sum or an average, and the number of steps."""
 REACH: Final = "reach"

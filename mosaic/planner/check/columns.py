@@ -11,33 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-__all__ = [
-    "COMPONENTS",
-    "EXTERNAL",
-    "FROM_START",
-    "FULL_STEP",
-    "HOST",
-    "ITEM_BYTES",
-    "KINDS",
-    "KNOWN_POOLS",
-    "MAIN",
-    "POOLS",
-    "TO_END",
-    "Barrier",
-    "Columns",
-    "Cut",
-    "Gaps",
-    "Ids",
-    "Loop",
-    "Marks",
-    "Region",
-    "Skeleton",
-    "Violation",
-    "is_known_pool",
-    "owner_of",
-    "round_up",
-]
-
 FULL_STEP: Final = "full_step"  # the phase whose dims are known by name
 MAIN: Final = "main"
 HOST: Final = "host"

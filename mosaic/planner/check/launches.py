@@ -11,8 +11,6 @@ from mosaic.planner.check.columns import FULL_STEP, HOST, ITEM_BYTES, Columns
 from mosaic.planner.check.operators import OPERATORS, SCRATCH, Known, Operand, Product, Rule, product_of
 from mosaic.planner.check.reading import Work, type_names
 
-__all__ = ["check_launches"]
-
 _INDEX_DTYPES: Final = ("int64", "int32")
 _SYMBOLIC: Final = frozenset({"span", "keys", "page_span", "tokens"})  # for the cost model: dims, or not stated
 

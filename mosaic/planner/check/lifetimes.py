@@ -8,8 +8,6 @@ from itertools import accumulate, chain
 
 from mosaic.planner.check.columns import FROM_START, MAIN, TO_END, Skeleton, owner_of
 
-__all__ = ["derive_lifetimes"]
-
 
 def derive_lifetimes(plan: Skeleton) -> None:
     """Fill the derived lifetimes, windows and alias groups; report claims that differ."""

@@ -8,8 +8,6 @@ from typing import Final, NamedTuple
 
 from mosaic.planner.check.reading import BOOLEAN, INTEGER, NUMBER, TEXT, Types
 
-__all__ = ["NONE", "OPERATORS", "SCRATCH", "Known", "Operand", "Product", "Rule", "Way", "product_of"]
-
 NONE: Final = "none"
 SCRATCH: Final = "scratch"  # an operand that any kernel may have, and writes
 

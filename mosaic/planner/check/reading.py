@@ -27,23 +27,6 @@ from mosaic.planner.check.columns import (
     is_known_pool,
 )
 
-__all__ = [
-    "BOOLEAN",
-    "INTEGER",
-    "NUMBER",
-    "TEXT",
-    "Numbers",
-    "Records",
-    "Types",
-    "Work",
-    "read_columns",
-    "read_document",
-    "read_header",
-    "read_skeleton",
-    "read_statements",
-    "type_names",
-]
-
 _BACKENDS: Final = frozenset({"cuda", "cpu"})
 
 Types = frozenset[type]

@@ -9,8 +9,6 @@ from typing import Final
 from mosaic.planner.check.columns import FULL_STEP, MAIN, Columns
 from mosaic.planner.check.operators import NONE, OPERATORS, Way
 
-__all__ = ["check_settings"]
-
 _STEP_DIMS: Final = ("tokens", "seqs", "span", "masked")
 _MOST: Final = 1 << 63  # bytes or tokens that anything addresses
 _NO_LENGTHS: Final = frozenset({"span", "kv_heads"})  # dims of the shipped step that no input has as its length

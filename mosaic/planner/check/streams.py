@@ -16,8 +16,6 @@ from itertools import chain
 from mosaic.planner.check.columns import MAIN, Columns, Ids, Region, Skeleton
 from mosaic.planner.check.placement import sweep
 
-__all__ = ["check_streams", "order_streams"]
-
 
 def order_streams(plan: Skeleton) -> None:
     """Fill what no dim changes: `beside`, `rivals`, `touched` and `clash`."""

@@ -8,8 +8,6 @@ from itertools import chain, pairwise
 from mosaic.planner.check.columns import MAIN, Columns, Ids, Region, Skeleton
 from mosaic.planner.check.operators import OPERATORS
 
-__all__ = ["check_loops", "check_ops", "check_structure"]
-
 
 def check_structure(plan: Skeleton) -> bool:
     """Check the region tree and each op's and buffer's place in it; False if later checks could not rely on it."""

@@ -12,8 +12,6 @@ from typing import Any, Final, NamedTuple
 from mosaic.planner.check.columns import FULL_STEP, MAIN
 from mosaic.planner.check.operators import OPERATORS
 
-__all__ = ["Unproved", "unproved_claims", "unverified_operators"]
-
 _PROFILE: Final = (
     "device", "estimated", "device_memory_bytes", "page_bytes", "components.context", "components.library",
 )  # fmt: skip

@@ -9,8 +9,6 @@ from typing import Any, Final, NamedTuple
 
 from mosaic.planner.check.columns import FROM_START, TO_END, Columns, Gaps, Ids, Skeleton
 
-__all__ = ["check_aliases", "check_fills", "check_roots", "checked_gaps", "derive_fills"]
-
 _Passes = Mapping[str, int]  # loop -> which of the two replayed iterations
 _Cut = tuple[int, str, int]  # axis, loop, factor
 _Piece = frozenset[tuple[_Cut, int]]  # of a value, by the iterations of the loops that cut it

@@ -11,8 +11,6 @@ from typing import Any, TypeAlias
 
 from mosaic.planner.check.columns import EXTERNAL, Columns
 
-__all__ = ["WeightMap", "check_weights", "weight_map"]
-
 WeightMap: TypeAlias = Mapping[str, tuple[str, int, int]]
 """Tensor name (of a weight without one, the buffer's name) -> pool, offset and size in bytes."""
 

@@ -12,8 +12,6 @@ from .blocks import Blocks
 from .problem import Solution
 from .validity import Guard
 
-__all__ = ["Incumbent", "OutOfTime", "Outcome"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -16,8 +16,6 @@ from .blocks import Blocks
 from .memory import records_of
 from .skyline import PREORDERS, preorder
 
-__all__ = ["Layout", "layout_of"]
-
 _SALTS_SEED: Final = 20240427
 
 

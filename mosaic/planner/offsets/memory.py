@@ -12,8 +12,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["memory_of", "records_of"]
-
 RUNNING, SOLVED, FAILED, FULL = range(4)
 """The results of a search. FULL: the trail needs more room before it can go on."""
 

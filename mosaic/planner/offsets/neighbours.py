@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Neighbours"]
-
 _STRIDE = 64  # starts from one list to the next
 
 Int64s = NDArray[np.int64]

@@ -55,8 +55,6 @@ from .memory import (
     TWIN,
 )
 
-__all__ = ["crowded", "mark", "meeting", "place", "refuse", "save", "settle", "subset_sums", "undo"]
-
 
 def save(at: Any, value: Any, m: Any) -> None:
     """Write a value; the trail keeps the old one."""

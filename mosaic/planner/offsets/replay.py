@@ -21,8 +21,6 @@ from mosaic.errors import PlanFormatError, UsageError
 
 from .problem import Interval, Problem, Solution, group_alignments, groups_of, integers, rectangles
 
-__all__ = ["Order"]
-
 Int64s = NDArray[np.int64]
 
 
