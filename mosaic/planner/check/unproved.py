@@ -15,7 +15,7 @@ from mosaic.planner.check.operators import OPERATORS
 __all__ = ["Unproved", "unproved_claims", "unverified_operators"]
 
 _PROFILE: Final = (
-    "device", "estimated", "device_memory_bytes", "page_bytes", "components.context", "components.library",
+    "device", "capability", "estimated", "device_memory_bytes", "page_bytes", "components.context", "components.library",
 )  # fmt: skip
 
 

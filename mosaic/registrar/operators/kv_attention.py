@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, exact, require
@@ -95,10 +96,36 @@ def _parts(window: int, keys: int) -> int:
     return min(KV_SEGMENT_TOKENS, window * min(KV_SEGMENTS, -(-keys // KV_SEGMENT_KEYS)))
 
 
+HOPPER: Final = 90
+"""Compute capability of the cards with a kernel of their own: the copy engine brings tiles of keys, and warpgroups multiply."""
+
+
+def whole_lines(specs: Specs, attrs: Attrs) -> bool:
+    """Tell whether the copy engine can read a key of one head as a line of a matrix: 64 or 128 numbers of 16 bits."""
+    return attrs["head_size"] in (64, 128) and specs["q"].dtype == "bfloat16"
+
+
 def segment_results(specs: Specs, attrs: Attrs) -> Dim:
     """Reserve partial results of segments: a float32 row, its maximum and its sum, of each head."""
     size = attrs["head_size"]
     return attrs.get("parts", 1) * (exact(specs["q"].shape[-1]) / size) * (size + 2) * 4
+
+
+_PLAIN: Final = Implementation(
+    name="triton", backend="cuda", kernel="mosaic.kernels.cuda.kv_attention", scratch=segment_results, row_origin="q"
+)
+_HOPPER: Final = replace(
+    _PLAIN, name="hopper", kernel="mosaic.kernels.cuda.kv_attention_hopper", capability=HOPPER, serves=whole_lines
+)
+ON_CUDA: Final = (
+    _HOPPER,
+    _PLAIN,
+    *(
+        replace(way, name=name, kernel=f"{way.kernel}:launch_invariant", invariant=True, on_request=True)
+        for way, name in ((_HOPPER, "hopper_invariant"), (_PLAIN, "invariant"))
+    ),
+)
+"""Those of `prefix_attention`, too: whatever writes a row of y has its maximum and its sum."""
 
 
 OPERATOR = Operator(
@@ -115,22 +142,7 @@ OPERATOR = Operator(
         Implementation(
             name="cpu", backend="cpu", kernel="mosaic.kernels.kv_attention", scratch=Tiled(tiles), row_origin="q"
         ),
-        Implementation(
-            name="triton",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.kv_attention",
-            scratch=segment_results,
-            row_origin="q",
-        ),
-        Implementation(
-            name="invariant",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.kv_attention:launch_invariant",
-            scratch=segment_results,
-            row_origin="q",
-            invariant=True,
-            on_request=True,
-        ),
+        *ON_CUDA,
     ),
     roles={"q": "attention", "y": "attention"},
 )

@@ -10,7 +10,7 @@ needs it.
 from __future__ import annotations
 
 from mosaic.registrar.operator import Implementation, Operator
-from mosaic.registrar.operators.kv_attention import ATTRS, QUERIES, SEEN, rules, segment_results, with_sums
+from mosaic.registrar.operators.kv_attention import ATTRS, ON_CUDA, QUERIES, SEEN, rules, with_sums
 from mosaic.registrar.tiles import Tiled
 
 OPERATOR = Operator(
@@ -30,22 +30,7 @@ OPERATOR = Operator(
             scratch=Tiled(with_sums),
             row_origin="q",
         ),
-        Implementation(
-            name="triton",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.prefix_attention",
-            scratch=segment_results,
-            row_origin="q",
-        ),
-        Implementation(
-            name="invariant",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.prefix_attention:launch_invariant",
-            scratch=segment_results,
-            row_origin="q",
-            invariant=True,
-            on_request=True,
-        ),
+        *ON_CUDA,
     ),
     roles={"q": "attention", "y": "attention", "logsumexp": "statistics"},
 )
