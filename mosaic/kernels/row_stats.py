@@ -18,15 +18,9 @@ __all__ = ["bind", "launch", "reference", "take_in"]
 
 
 def bind(
-    *,
-    logits: Tensor,
-    token: Tensor,
-    maximum: Tensor,
-    second: Tensor,
-    logsumexp: Tensor,
-    entropy: Tensor,
+    *, logits: Tensor, token: Tensor, maximum: Tensor, second: Tensor, logsumexp: Tensor, entropy: Tensor,
     scratch: Tensor | None = None,
-) -> Run:
+) -> Run:  # fmt: skip
     """Write the five statistics of the rows of logits [C, V]."""
     tiles = tiles_of("row_stats", scratch, {"logits": logits})
     state = RowStatistics(
