@@ -166,9 +166,11 @@ def mosaic_launches(layers: Layers) -> tuple[list[Call], Tensor]:
     attrs = {"kv_heads": case.kv_heads, "head_size": case.size, "scale": case.size**-0.5, "block": case.blocks}
     parts = kv_parts([case.queries] * case.requests, [case.keys] * case.requests)
     specs = {name: Spec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in operands.items()}
-    needed = operator("kv_attention").scratch_bytes(bench.backend, specs, {**attrs, "parts": parts})
+    record = operator("kv_attention")
+    needed = record.scratch_bytes(bench.backend, specs, {**attrs, "parts": parts})
+    way, *_ = record.serving(bench.backend, specs, attrs, bench.capability)
     scratch = torch.empty(int(needed), dtype=torch.uint8, device=where)
-    y, launch = torch.empty_like(layers.q), load("kv_attention", bench.backend).launch
+    y, launch = torch.empty_like(layers.q), load("kv_attention", bench.backend, way).launch
     return [partial(launch, **operands, **attrs, layer=layer, y=y, scratch=scratch) for layer in range(layers.count)], y
 
 

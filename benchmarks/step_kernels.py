@@ -7,6 +7,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Final
 
+from mosaic.errors import UsageError
+
 __all__ = ["KINDS", "OTHERS", "kernel_ms", "kind_of"]
 
 PRODUCTS, ATTENTION, SELECTION, OTHERS = "products", "attention", "metric and selection", "others"
@@ -59,6 +61,9 @@ def _kind(name: str) -> str:
 
 @cache
 def _own(module: str) -> Mapping[str, Any]:
-    """The kernels that a module defines."""
-    found = vars(import_module(f"mosaic.kernels.cuda.{module}"))
+    """The kernels that a module defines; none if an operator has no module, or if its kernels are not for the installed Triton."""
+    try:
+        found = vars(import_module(f"mosaic.kernels.cuda.{module}"))
+    except (ModuleNotFoundError, UsageError):
+        return {}
     return {name: kernel for name, kernel in found.items() if name.endswith("_kernel")}

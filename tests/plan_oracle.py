@@ -886,19 +886,31 @@ class Oracle:
     def _implementations(self) -> Iterator[Reason]:
         d = self.document
         chosen, backend = d["implementations"], d["backend"]
-        needs = "attention" if backend == "cuda" and any(op["kernel"] == "attention" for op in self.ops) else "none"
-        if [*chosen] != [needs] if needs != "none" else chosen:
-            names = ", ".join(sorted(chosen)) or "nothing"
-            yield Reason("implementation", f"chosen for {names}, on {backend} the graph needs {needs}")
+        special = {"attention": "cudnn", "kv_attention": "hopper", "prefix_attention": "hopper"}
+        needs = sorted(special.keys() & {op["kernel"] for op in self.ops}) if backend == "cuda" else []
+        if sorted(chosen) != needs:
+            names, wanted = ", ".join(sorted(chosen)) or "nothing", ", ".join(needs) or "none"
+            yield Reason("implementation", f"chosen for {names}, on {backend} the graph needs {wanted}")
         for kernel, name in chosen.items():
-            known = ("cudnn", "triton") if kernel == "attention" else ()
+            known = (special[kernel], "triton") if kernel in special else ()
             if name not in known:
                 text = f"{kernel} has no {name!r}; known: {', '.join(known) or 'none'}"
                 yield Reason("implementation", text)
-        illegal = [i for i, op in enumerate(self.ops) if op["kernel"] == "attention" and not self._suits_cudnn(op)]
-        if chosen.get("attention") == "cudnn" and illegal:
-            text = f"{self.label(illegal[0])}: cudnn takes one sequence without blocks, 16-bit floats and heads of 8, 16 … 128"
-            yield Reason("implementation", text, (), (illegal[0],))
+                continue
+            if name == "hopper" and d.get("capability", 0) != 90:
+                text = f"{kernel} by 'hopper' needs a card of compute capability 90, got {d.get('capability', 0)}"
+                yield Reason("implementation", text)
+            suits, takes = {
+                "cudnn": (self._suits_cudnn, "one sequence without blocks, 16-bit floats and heads of 8, 16 … 128"),
+                "hopper": (self._suits_hopper, "bfloat16 and heads of 64 or 128"),
+            }.get(name, (lambda op: True, ""))
+            illegal = [i for i, op in enumerate(self.ops) if op["kernel"] == kernel and not suits(op)]
+            if illegal:
+                yield Reason("implementation", f"{self.label(illegal[0])}: {name} takes {takes}", (), (illegal[0],))
+
+    def _suits_hopper(self, op: Row) -> bool:
+        q = op["operands"].get("q")
+        return op["attrs"].get("head_size") in (64, 128) and q is not None and self.buffers[q]["dtype"] == "bfloat16"
 
     def _suits_cudnn(self, op: Row) -> bool:
         attrs, operands = op["attrs"], op["operands"]

@@ -22,6 +22,7 @@ import mosaic.registrar.operators as operators
 from mosaic.devices import load_device
 from mosaic.errors import GraphError, MissingExtra, UnknownName
 from mosaic.kernels import load as load_kernel
+from mosaic.kernels.binding import kernel_of, launcher_of, reference_of
 from mosaic.models import PRESETS, load
 from mosaic.models.parts import LOGITS
 from mosaic.models.phase import Phase
@@ -1033,7 +1034,34 @@ def test_operators_are_the_kernels() -> None:
     for name in OPERATORS:
         assert load_kernel(name).module.__name__ == f"mosaic.kernels.{name}"
         kernels = {way.kernel for way in contract(name).on("cuda")}
-        assert f"mosaic.kernels.cuda.{name}" in kernels and all(map(find_spec, kernels))
+        carried_out_by = {"prefix_attention": "kv_attention"}.get(name, name)
+        assert f"mosaic.kernels.cuda.{carried_out_by}" in kernels and all(map(find_spec, kernels))
+
+
+def test_launchers_take_what_the_records_list() -> None:
+    """By the record's names; what may be left out has the record's value, or None. Who serves some launches takes theirs."""
+    triton = pytest.importorskip("triton")
+    for name in OPERATORS:
+        record = contract(name)
+        optional = {read.rstrip("?"): None for read in record.reads if read.endswith("?")} | dict(record.defaults)
+        given = {read.rstrip("?") for read in record.reads} | {*record.writes}
+        given |= {attr.partition("=")[0] for attr in record.attrs.split()}
+        takers = [(record.name, reference_of(record), given - {*record.writes})]
+        for way in record.implementations:
+            if way.capability is not None and not triton.__version__.startswith("3.6."):
+                continue  # written for that version
+            kernel = kernel_of(way)
+            needed = given if way.serves is None else given - optional.keys()
+            takers.append((f"{name} by {way.name}", getattr(kernel, "bind", None) or launcher_of(kernel), needed))
+        for said, function, listed in takers:
+            taken = inspect.signature(function).parameters
+            if not any(one.kind is one.VAR_KEYWORD for one in taken.values()):
+                assert listed <= taken.keys(), said
+            for one in taken.values():
+                if one.name in optional:
+                    assert one.default == optional[one.name], (said, one.name)
+                elif one.name not in given and one.kind is not one.VAR_KEYWORD:
+                    assert one.default is not one.empty, (said, one.name)
 
 
 def test_scratch_is_that_of_a_backend() -> None:

@@ -142,6 +142,7 @@ def cuda_bench(*, target_s: float) -> Bench:
         load=lambda operator, implementation: load(operator, "cuda", implementation),
         pinned=lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True),
         free_bytes=_free_bytes,
+        capability=10 * properties.major + properties.minor,
     )
 
 

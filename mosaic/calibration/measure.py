@@ -57,7 +57,9 @@ class Bench:
     device, backend
         PyTorch's device of tensors, and the backend of its kernels.
     memory_bytes, cache_bytes
-        Total memory by the driver, and the size of the last cache.
+        Total by its driver, and the size of its last cache.
+    capability
+        Compute capability of a CUDA card, 90 for sm_90.
     versions
         Versions of the packages used, by name.
     load
@@ -76,6 +78,7 @@ class Bench:
     load: Callable[[str, str | None], Any]
     pinned: Callable[[int], Tensor]
     free_bytes: Callable[[], int]
+    capability: int = 0
 
     def call(
         self, operator: str, tensors: Mapping[str, Tensor], attrs: Mapping[str, Any], implementation: str | None = None
@@ -226,7 +229,8 @@ def calibrate(
         ) from None
     versions = ", ".join(f"{package} {version}" for package, version in bench.versions.items())
     device = Device(
-        name=name, backend=bench.backend, memory_bytes=bench.memory_bytes, bandwidth=_rounded(bandwidth),
+        name=name, backend=bench.backend, capability=bench.capability, memory_bytes=bench.memory_bytes,
+        bandwidth=_rounded(bandwidth),
         gemm_rates={columns: _rates(rates) for columns, rates in gemms.items()}, few_rows_rates=_rates(few),
         unembed_rates=_rates(unembeddings), sampled_unembed_rates=_rates(sampled),
         attention_rates={name: _rates(rates) for name, rates in attention.items()},

@@ -20,32 +20,11 @@ UNPROCESSED: Final = 2
 
 
 def launch(
-    *,
-    before: Tensor,
-    after: Tensor,
-    listed: Tensor,
-    first: Tensor,
-    progress: Tensor,
-    status: Tensor,
-    positions: Tensor,
-    cu_seqlens: Tensor,
-    decoded: Tensor,
-    owner: Tensor,
-    state: Tensor,
-    rows: Tensor,
-    bounds: Tensor,
-    total: Tensor,
-    seen: Tensor,
-    alpha: float,
-    history: str,
-    threshold: str,
-    placeholders: str,
-    weight: float = 0.0,
-    keep: int = 0,
-    rank: str = "importance",
-    ranks: Tensor | None = None,
-    scratch: Tensor | None = None,
-) -> None:
+    *, before: Tensor, after: Tensor, listed: Tensor, first: Tensor, progress: Tensor, status: Tensor,
+    positions: Tensor, cu_seqlens: Tensor, decoded: Tensor, owner: Tensor, state: Tensor, rows: Tensor, bounds: Tensor,
+    total: Tensor, seen: Tensor, alpha: float, history: str, threshold: str, placeholders: str, weight: float = 0.0,
+    keep: int = 0, rank: str = "importance", ranks: Tensor | None = None, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write rows, bounds, total and seen, and count the step before in the state; all is read on the host."""
     difference = (after.numpy() - before.numpy()).sum(axis=1)
     kept, ends = list[int](), bounds.numpy()

@@ -28,31 +28,11 @@ Keys = Sequence[tuple[int, Tensor]]
 
 
 def bind(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    captured: Tensor,
-    cu_keys: Tensor,
-    votes: Tensor,
-    cu_seqlens: Tensor,
-    logsumexp: Tensor,
-    mass: Tensor,
-    positions: Tensor | None = None,
-    layer: int,
-    kv_heads: int,
-    head_size: int,
-    scale: float,
-    sets: int,
-    columns: int = 0,
-    span: int = 0,
-    statistic: str = "mean",
-    block: int = 0,
-    rows: int = 0,
-    tiles: int = 1,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, captured: Tensor, cu_keys: Tensor, votes: Tensor,
+    cu_seqlens: Tensor, logsumexp: Tensor, mass: Tensor, positions: Tensor | None = None, layer: int, kv_heads: int,
+    head_size: int, scale: float, sets: int, columns: int = 0, span: int = 0, statistic: str = "mean", block: int = 0,
+    rows: int = 0, tiles: int = 1, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Write the mass of the keys of each prefix into mass [sets * tiles, S]; lengths, extents, votes and positions are read on the
     host."""
     members = q.shape[1] // (sets * head_size)

@@ -30,28 +30,11 @@ Finish: TypeAlias = Callable[[tuple[slice, slice, slice], Tensor], object]
 
 
 def bind(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    seen: Tensor,
-    cu_seqlens: Tensor,
-    positions: Tensor,
-    y: Tensor,
-    sees: Tensor | None = None,
-    layer: int,
-    kv_heads: int,
-    head_size: int,
-    scale: float,
-    span: int = 0,
-    keys: int = 0,
-    block: int = 0,
-    parts: int = 1,
-    row_start: int = 0,
-    logsumexp: Tensor | None = None,
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, seen: Tensor, cu_seqlens: Tensor, positions: Tensor,
+    y: Tensor, sees: Tensor | None = None, layer: int, kv_heads: int, head_size: int, scale: float, span: int = 0,
+    keys: int = 0, block: int = 0, parts: int = 1, row_start: int = 0, logsumexp: Tensor | None = None,
     scratch: Tensor | None = None,
-) -> Run:
+) -> Run:  # fmt: skip
     """Write the attention of the query rows into y [T, N*H]; lengths, extents and positions are read on the host.
 
     `logsumexp`, float32 [T, N], is for `prefix_attention`: the log-sum-exps of the rows' scores.

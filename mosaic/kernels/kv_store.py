@@ -14,19 +14,9 @@ from mosaic.kernels.shared.extents import Piece, kept_tokens, pieces, windows
 
 
 def bind(
-    *,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    cu_seqlens: Tensor,
-    positions: Tensor,
-    layer: int,
-    head_size: int,
-    row_start: int = 0,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, k: Tensor, v: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor, positions: Tensor,
+    layer: int, head_size: int, row_start: int = 0, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Update kv; the tables are read on the host, and neighbours that stay neighbours are copied at once."""
     heads = k.shape[1] // head_size
     tokens = k.shape[0]

@@ -27,27 +27,11 @@ BEGINNING: Final = {"mean": 0.0, "max": -math.inf, "worst": math.inf}
 
 
 def bind(
-    *,
-    q: Tensor,
-    extrema: Tensor,
-    page_table: Tensor,
-    cu_pages: Tensor,
-    votes: Tensor,
-    cu_seqlens: Tensor,
-    bound: Tensor,
-    positions: Tensor | None = None,
-    slot: int,
-    kv_heads: int,
-    head_size: int,
-    sets: int,
-    columns: int = 0,
-    page_span: int = 0,
-    statistic: str = "mean",
-    block: int = 0,
-    rows: int = 0,
-    tiles: int = 1,
+    *, q: Tensor, extrema: Tensor, page_table: Tensor, cu_pages: Tensor, votes: Tensor, cu_seqlens: Tensor,
+    bound: Tensor, positions: Tensor | None = None, slot: int, kv_heads: int, head_size: int, sets: int,
+    columns: int = 0, page_span: int = 0, statistic: str = "mean", block: int = 0, rows: int = 0, tiles: int = 1,
     scratch: Tensor | None = None,
-) -> Run:
+) -> Run:  # fmt: skip
     """Write the bounds of pages into bound [sets * tiles, S]; pages, lengths, votes and positions are read on the host."""
     members = q.shape[1] // (sets * head_size)
     query, above, pages, scores, total, column, other, *wide = tiles_of(

@@ -18,23 +18,10 @@ from mosaic.kernels.shared.scratch import beginning, tiles_of
 
 
 def bind(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    captured: Tensor,
-    votes: Tensor,
-    cu_seqlens: Tensor,
-    logsumexp: Tensor,
-    layer: int,
-    kv_heads: int,
-    head_size: int,
-    scale: float,
-    span: int = 0,
-    keys: int = 0,
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, captured: Tensor, votes: Tensor, cu_seqlens: Tensor,
+    logsumexp: Tensor, layer: int, kv_heads: int, head_size: int, scale: float, span: int = 0, keys: int = 0,
     scratch: Tensor | None = None,
-) -> Run:
+) -> Run:  # fmt: skip
     """Write the log-sum-exps of voting rows into logsumexp [T, N]; lengths, extents and votes are read on the host."""
     group = q.shape[1] // (kv_heads * head_size)
     query, scores, *tiles = tiles_of("prefix_logsumexp", scratch, {"q": q}, head_size=head_size)

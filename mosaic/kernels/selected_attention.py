@@ -27,33 +27,11 @@ Places = NDArray[np.int64]
 
 
 def bind(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    selected: Tensor,
-    owner: Tensor,
-    captured: Tensor,
-    seen: Tensor,
-    cu_seqlens: Tensor,
-    positions: Tensor,
-    y: Tensor,
-    layer: int,
-    slot: int,
-    sets: int,
-    k: int,
-    page: int,
-    kv_heads: int,
-    head_size: int,
-    scale: float,
-    attended: int = 0,
-    block: int = 0,
-    rows: int = 0,
-    tiles: int = 1,
-    row_start: int = 0,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, selected: Tensor, owner: Tensor, captured: Tensor,
+    seen: Tensor, cu_seqlens: Tensor, positions: Tensor, y: Tensor, layer: int, slot: int, sets: int, k: int, page: int,
+    kv_heads: int, head_size: int, scale: float, attended: int = 0, block: int = 0, rows: int = 0, tiles: int = 1,
+    row_start: int = 0, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Write the attention of the query rows into y [T, N*H]; lengths, extents, positions and selections are read on the host."""
     members = q.shape[1] // (sets * head_size)
     found = tiles_of("selected_attention", scratch, {"q": q}, head_size=head_size, k=k)

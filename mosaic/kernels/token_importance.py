@@ -18,23 +18,10 @@ from mosaic.kernels.shared.scratch import beginning, tiles_of
 
 
 def bind(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    cu_seqlens: Tensor,
-    votes: Tensor,
-    first: Tensor,
-    listed: Tensor,
-    importance: Tensor,
-    layer: int,
-    kv_heads: int,
-    head_size: int,
-    scale: float,
-    pool: int = 3,
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor, votes: Tensor, first: Tensor,
+    listed: Tensor, importance: Tensor, layer: int, kv_heads: int, head_size: int, scale: float, pool: int = 3,
     scratch: Tensor | None = None,
-) -> Run:
+) -> Run:  # fmt: skip
     """Write the importance of each sequence's positions, [B, K, P]; extents, votes and lists are read on the host."""
     group = q.shape[1] // (kv_heads * head_size)
     query, keys, scores, pooled, row, column, total = tiles_of(

@@ -17,20 +17,9 @@ from mosaic.registrar.operators.top_keys import keys_of, numbers_of
 
 
 def bind(
-    *,
-    mass: Tensor,
-    captured: Tensor,
-    cu_keys: Tensor,
-    owner: Tensor,
-    selected: Tensor,
-    slot: int,
-    sets: int,
-    k: int,
-    page: int,
-    ratio: float = 0.0,
-    enough: float = 0.0,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, mass: Tensor, captured: Tensor, cu_keys: Tensor, owner: Tensor, selected: Tensor, slot: int, sets: int, k: int,
+    page: int, ratio: float = 0.0, enough: float = 0.0, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Write count and pages of each sequence and set into its row of selected [E, W]; lengths are read on the host."""
     order, sums, ranks = tiles_of("top_keys", scratch, {"mass": mass})
     sorted_, values, ranked = order.numpy(), sums.numpy(), ranks.numpy()

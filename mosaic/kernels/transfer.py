@@ -24,20 +24,9 @@ _NEVER: Final = 2**63 - 1
 
 
 def bind(
-    *,
-    token: Tensor,
-    score: Tensor,
-    current: Tensor,
-    cu_rows: Tensor,
-    quota: Tensor,
-    threshold: Tensor,
-    chosen: Tensor,
-    committed: Tensor,
-    rule: str,
-    mask_id: int,
-    edit_threshold: Tensor | None = None,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, token: Tensor, score: Tensor, current: Tensor, cu_rows: Tensor, quota: Tensor, threshold: Tensor, chosen: Tensor,
+    committed: Tensor, rule: str, mask_id: int, edit_threshold: Tensor | None = None, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Write chosen [M] and committed [M]; the bounds, quotas and thresholds are read on the host."""
     order, values, ranks, kept, other = (tile.numpy() for tile in tiles_of("transfer", scratch, {"score": score}))
     given, tokens, before, taken = score.numpy(), token.numpy(), current.numpy(), committed.view(torch.bool)
@@ -115,17 +104,9 @@ RULES: Final[Mapping[str, Callable[[Order, int, float], int]]] = {
 
 
 def reference(
-    *,
-    token: Tensor,
-    score: Tensor,
-    current: Tensor,
-    cu_rows: Tensor,
-    quota: Tensor,
-    threshold: Tensor,
-    rule: str,
-    mask_id: int,
-    edit_threshold: Tensor | None = None,
-) -> dict[str, Tensor]:
+    *, token: Tensor, score: Tensor, current: Tensor, cu_rows: Tensor, quota: Tensor, threshold: Tensor, rule: str,
+    mask_id: int, edit_threshold: Tensor | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """Return chosen and committed, a row at a time."""
     tokens, before, bounds = token.tolist(), current.tolist(), cu_rows.tolist()
     committed: set[int] = set()

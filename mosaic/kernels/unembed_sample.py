@@ -12,20 +12,9 @@ from mosaic.registrar.tiles import SAMPLE_TILES
 
 
 def launch(
-    *,
-    x: Tensor,
-    weight: Tensor,
-    keys: Tensor,
-    temperature: Tensor,
-    token: Tensor,
-    maximum: Tensor,
-    second: Tensor,
-    logsumexp: Tensor,
-    entropy: Tensor,
-    sample: Tensor,
-    sample_logit: Tensor,
-    scratch: Tensor | None = None,
-) -> None:
+    *, x: Tensor, weight: Tensor, keys: Tensor, temperature: Tensor, token: Tensor, maximum: Tensor, second: Tensor,
+    logsumexp: Tensor, entropy: Tensor, sample: Tensor, sample_logit: Tensor, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the statistics and the samples of the logits of x [C, D] against weight [V, D]."""
     state = RowStatistics.with_samples(
         "unembed_sample", x.shape[0], scratch, {"x": x, "weight": weight}, keys=keys, temperature=temperature, sample=sample,

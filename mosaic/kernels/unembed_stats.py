@@ -14,16 +14,9 @@ from mosaic.kernels.shared.statistics import RowStatistics, statistics_reference
 
 
 def launch(
-    *,
-    x: Tensor,
-    weight: Tensor,
-    token: Tensor,
-    maximum: Tensor,
-    second: Tensor,
-    logsumexp: Tensor,
-    entropy: Tensor,
+    *, x: Tensor, weight: Tensor, token: Tensor, maximum: Tensor, second: Tensor, logsumexp: Tensor, entropy: Tensor,
     scratch: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the five statistics of the logits of x [C, D] against weight [V, D]."""
     tiles = tiles_of("unembed_stats", scratch, {"x": x, "weight": weight})
     state = RowStatistics(

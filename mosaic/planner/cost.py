@@ -171,7 +171,11 @@ class OpTimes:
         kernels = sorted({c.kernel for c in self.classes if c.kernel})
         records = {kernel: found for kernel in kernels if (found := find(kernel, body.operators)) is not None}
         self._ways = {
-            kernel: {way.name: way for way in record.on(device.backend, invariant=invariant)}
+            kernel: {
+                way.name: way
+                for way in record.on(device.backend, invariant=invariant)
+                if way.runs_on(device.capability)
+            }
             for kernel, record in records.items()
         }
         self._rates = {kernel: record.rate for kernel, record in records.items()}
@@ -188,8 +192,8 @@ class OpTimes:
     def implementations(self, values: Sequence[int]) -> Mapping[str, str]:
         """Return the implementation of each operator of which the backend has several.
 
-        Of the implementations that support all its launches and have a known rate, it is the one that takes the least
-        time for them, with every region in one pass.
+        Of the implementations that run on the card, support all its launches and have a known rate, it is the one that takes
+        the least time for them, with every region in one pass; of equally fast ones the first.
 
         Parameters
         ----------
@@ -208,7 +212,9 @@ class OpTimes:
         ways, part = self._ways[kernel], self._part_of[kernel]
         launches = self._launches_of[kernel].at(point)
         serving = [way for way in ways.values() if way.serves is None or all(way.serves(*each) for each in launches)]
-        rated = [way for way in serving if self._grids.known(way.rate or self._rates[kernel], way.name)]
+        rated = [
+            way for way in serving if way.capability or self._grids.known(way.rate or self._rates[kernel], way.name)
+        ]
         seconds = {
             way.name: float((self._launch_seconds(part, [point], {kernel: way.name}) @ part.counts)[0])
             for way in rated or serving[:1]

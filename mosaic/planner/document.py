@@ -131,6 +131,7 @@ def assemble(
         "dims": dict(point.dims),
         "device": device.name,
         "backend": device.backend,
+        **({"capability": device.capability} if device.capability else {}),
         "estimated": device.estimated,
         "device_memory_bytes": device.memory_bytes,
         "page_bytes": pages,

@@ -18,6 +18,7 @@ from mosaic.kernels.binding import check, kernel_of, launcher_of
 from mosaic.planner.plan_records import PlanOp, PlanRecords
 from mosaic.registrar.operator import Implementation, Operator
 from mosaic.registrar.operators import find
+from mosaic.runtime.opening import refuse_other_cards
 from mosaic.runtime.ordering import Body, Signal, bodies_of
 from mosaic.runtime.poison import Fill, Poison, Times
 from mosaic.runtime.regions import Chunks, Region, Regions
@@ -64,7 +65,7 @@ def unroll(
     Raises
     ------
     PlanFormatError
-        If an op's operator was not given and Mosaic does not ship it, or if it cannot run here.
+        If an op's operator was not given and Mosaic does not ship it, or if its implementation cannot run here.
     """
     return tuple(_Unroller(records, operators, regions, views, streams, poison).segments())
 
@@ -277,6 +278,7 @@ class _Unroller:
         found = self._bound.get(op.index)
         if found is None:
             operator, way = self._implementation(op)
+            refuse_other_cards(operator, way)
             kernel = kernel_of(way)
             slices: dict[str, tuple[SliceOf, ...]] = {}
             # outer loops first: a chunk of a loop inside counts from the start of the outer one's

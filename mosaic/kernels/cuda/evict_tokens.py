@@ -165,32 +165,11 @@ def write_kernel(
 
 
 def launch(
-    *,
-    before: Tensor,
-    after: Tensor,
-    listed: Tensor,
-    first: Tensor,
-    progress: Tensor,
-    status: Tensor,
-    positions: Tensor,
-    cu_seqlens: Tensor,
-    decoded: Tensor,
-    owner: Tensor,
-    state: Tensor,
-    rows: Tensor,
-    bounds: Tensor,
-    total: Tensor,
-    seen: Tensor,
-    alpha: float,
-    history: str,
-    threshold: str,
-    placeholders: str,
-    weight: float = 0.0,
-    keep: int = 0,
-    rank: str = "importance",
-    ranks: Tensor | None = None,
-    scratch: Tensor | None = None,
-) -> None:
+    *, before: Tensor, after: Tensor, listed: Tensor, first: Tensor, progress: Tensor, status: Tensor,
+    positions: Tensor, cu_seqlens: Tensor, decoded: Tensor, owner: Tensor, state: Tensor, rows: Tensor, bounds: Tensor,
+    total: Tensor, seen: Tensor, alpha: float, history: str, threshold: str, placeholders: str, weight: float = 0.0,
+    keep: int = 0, rank: str = "importance", ranks: Tensor | None = None, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write rows, bounds, total and seen, and count the step before in the state."""
     sequences, heads, block = after.shape
     tokens = status.shape[0]

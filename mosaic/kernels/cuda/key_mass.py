@@ -155,32 +155,11 @@ def key_mass_kernel(
 
 
 def launch(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    captured: Tensor,
-    cu_keys: Tensor,
-    votes: Tensor,
-    cu_seqlens: Tensor,
-    logsumexp: Tensor,
-    mass: Tensor,
-    positions: Tensor | None = None,
-    layer: int,
-    kv_heads: int,
-    head_size: int,
-    scale: float,
-    sets: int,
-    columns: int = 0,
-    span: int = 0,
-    statistic: str = "mean",
-    block: int = 0,
-    rows: int = 0,
-    tiles: int = 1,
-    fixed: bool = False,
-    scratch: Tensor | None = None,
-) -> None:
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, captured: Tensor, cu_keys: Tensor, votes: Tensor,
+    cu_seqlens: Tensor, logsumexp: Tensor, mass: Tensor, positions: Tensor | None = None, layer: int, kv_heads: int,
+    head_size: int, scale: float, sets: int, columns: int = 0, span: int = 0, statistic: str = "mean", block: int = 0,
+    rows: int = 0, tiles: int = 1, fixed: bool = False, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the mass of the keys of each prefix into mass [sets * tiles, S].
 
     If `fixed`, the tile is the same whatever the number of rows.

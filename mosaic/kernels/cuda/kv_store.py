@@ -76,19 +76,9 @@ def kv_store_kernel(
 
 
 def launch(
-    *,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    cu_seqlens: Tensor,
-    positions: Tensor,
-    layer: int,
-    head_size: int,
-    row_start: int = 0,
-    scratch: Tensor | None = None,
-) -> None:
+    *, k: Tensor, v: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor, positions: Tensor,
+    layer: int, head_size: int, row_start: int = 0, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Update kv."""
     (tokens, width), sequences = k.shape, cu_seqlens.shape[0] - 1
     block = power_of_two(width, COLUMNS)

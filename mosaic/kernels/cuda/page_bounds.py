@@ -170,27 +170,11 @@ def page_bounds_kernel(
 
 
 def launch(
-    *,
-    q: Tensor,
-    extrema: Tensor,
-    page_table: Tensor,
-    cu_pages: Tensor,
-    votes: Tensor,
-    cu_seqlens: Tensor,
-    bound: Tensor,
-    positions: Tensor | None = None,
-    slot: int,
-    kv_heads: int,
-    head_size: int,
-    sets: int,
-    columns: int = 0,
-    page_span: int = 0,
-    statistic: str = "mean",
-    block: int = 0,
-    rows: int = 0,
-    tiles: int = 1,
+    *, q: Tensor, extrema: Tensor, page_table: Tensor, cu_pages: Tensor, votes: Tensor, cu_seqlens: Tensor,
+    bound: Tensor, positions: Tensor | None = None, slot: int, kv_heads: int, head_size: int, sets: int,
+    columns: int = 0, page_span: int = 0, statistic: str = "mean", block: int = 0, rows: int = 0, tiles: int = 1,
     scratch: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the bounds of pages into bound [sets * tiles, S]."""
     members = q.shape[1] // (sets * head_size)
     sequences, block_h = cu_seqlens.shape[0] - 1, power_of_two(head_size, 1 << 16, least=DOT_MINIMUM)

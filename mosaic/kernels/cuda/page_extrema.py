@@ -78,22 +78,10 @@ def page_extrema_kernel(
 
 
 def launch(
-    *,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    page_table: Tensor,
-    cu_pages: Tensor,
-    first_page: Tensor,
-    extrema: Tensor,
-    layer: int,
-    slot: int,
-    page: int,
-    kv_heads: int,
-    head_size: int,
-    tokens: int = 0,
+    *, kv: Tensor, extents: Tensor, cu_extents: Tensor, page_table: Tensor, cu_pages: Tensor, first_page: Tensor,
+    extrema: Tensor, layer: int, slot: int, page: int, kv_heads: int, head_size: int, tokens: int = 0,
     scratch: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the extrema of pages into their rows of extrema [E, Z*2*K*H]."""
     sequences = cu_pages.shape[0] - 1
     programs = min(page_table.shape[0], tokens // page + sequences)

@@ -121,24 +121,10 @@ def join_sums_kernel(sums, logsumexp, stride, count, HEADS: tl.constexpr, SPLITS
 
 
 def launch(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    captured: Tensor,
-    votes: Tensor,
-    cu_seqlens: Tensor,
-    logsumexp: Tensor,
-    layer: int,
-    kv_heads: int,
-    head_size: int,
-    scale: float,
-    span: int = 0,
-    keys: int = 0,
-    scratch: Tensor | None = None,
-    fixed: bool = False,
-) -> None:
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, captured: Tensor, votes: Tensor, cu_seqlens: Tensor,
+    logsumexp: Tensor, layer: int, kv_heads: int, head_size: int, scale: float, span: int = 0, keys: int = 0,
+    scratch: Tensor | None = None, fixed: bool = False,
+) -> None:  # fmt: skip
     """Write the log-sum-exps of voting rows into logsumexp [T, N]; `fixed`: with the same tiles, however many rows there are."""
     group = q.shape[1] // (kv_heads * head_size)
     (rows, heads), sequences = logsumexp.shape, cu_seqlens.shape[0] - 1

@@ -118,24 +118,10 @@ def write_kernel(
 
 
 def launch(
-    *,
-    chosen: Tensor,
-    bounds: Tensor,
-    positions: Tensor,
-    rows: Tensor,
-    cu_rows: Tensor,
-    kept: Tensor,
-    kept_positions: Tensor,
-    cu_seqlens: Tensor,
-    decided: Tensor,
-    asked: Tensor,
-    cu_decided: Tensor,
-    place: Tensor,
-    count: Tensor,
-    size: int = 0,
-    most: int = 0,
-    scratch: Tensor | None = None,
-) -> None:
+    *, chosen: Tensor, bounds: Tensor, positions: Tensor, rows: Tensor, cu_rows: Tensor, kept: Tensor,
+    kept_positions: Tensor, cu_seqlens: Tensor, decided: Tensor, asked: Tensor, cu_decided: Tensor, place: Tensor,
+    count: Tensor, size: int = 0, most: int = 0, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write all outputs."""
     sequences = bounds.shape[0] - 1
     counts = floats_of("resume_rows", scratch, bounds.shape[0]).view(torch.int32)

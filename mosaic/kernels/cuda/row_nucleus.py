@@ -196,18 +196,9 @@ def row_nucleus_kernel(
 
 
 def launch(
-    *,
-    logits: Tensor,
-    keys: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    top_k: Tensor,
-    sample: Tensor,
-    probability: Tensor,
-    margin: Tensor,
-    entropy: Tensor,
-    scratch: Tensor | None = None,
-) -> None:
+    *, logits: Tensor, keys: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, sample: Tensor,
+    probability: Tensor, margin: Tensor, entropy: Tensor, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the samples and the figures of the rows of logits [C, V]."""
     rows, vocabulary = logits.shape
     row_nucleus_kernel[(rows,)](

@@ -184,15 +184,9 @@ def row_kernel(
 
 
 def launch(
-    *,
-    logits: Tensor,
-    token: Tensor,
-    maximum: Tensor,
-    second: Tensor,
-    logsumexp: Tensor,
-    entropy: Tensor,
+    *, logits: Tensor, token: Tensor, maximum: Tensor, second: Tensor, logsumexp: Tensor, entropy: Tensor,
     scratch: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the five statistics of the rows of logits [C, V]."""
     launch_rows("row_stats", logits, (token, maximum, second, logsumexp, entropy))
 

@@ -272,34 +272,11 @@ def join_kernel(
 
 
 def launch(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    selected: Tensor,
-    owner: Tensor,
-    captured: Tensor,
-    seen: Tensor,
-    cu_seqlens: Tensor,
-    positions: Tensor,
-    y: Tensor,
-    layer: int,
-    slot: int,
-    sets: int,
-    k: int,
-    page: int,
-    kv_heads: int,
-    head_size: int,
-    scale: float,
-    attended: int = 0,
-    block: int = 0,
-    rows: int = 0,
-    tiles: int = 1,
-    row_start: int = 0,
-    fixed: bool = False,
-    scratch: Tensor | None = None,
-) -> None:
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, selected: Tensor, owner: Tensor, captured: Tensor,
+    seen: Tensor, cu_seqlens: Tensor, positions: Tensor, y: Tensor, layer: int, slot: int, sets: int, k: int, page: int,
+    kv_heads: int, head_size: int, scale: float, attended: int = 0, block: int = 0, rows: int = 0, tiles: int = 1,
+    row_start: int = 0, fixed: bool = False, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the attention of the query rows into y [T, N*H]; y may be q itself.
 
     If `fixed`, tiles and splits are the same whatever the number of rows and sequences: one program goes through all keys.

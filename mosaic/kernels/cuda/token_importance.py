@@ -94,23 +94,10 @@ def importance_kernel(
 
 
 def launch(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    cu_seqlens: Tensor,
-    votes: Tensor,
-    first: Tensor,
-    listed: Tensor,
-    importance: Tensor,
-    layer: int,
-    kv_heads: int,
-    head_size: int,
-    scale: float,
-    pool: int = 3,
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor, votes: Tensor, first: Tensor,
+    listed: Tensor, importance: Tensor, layer: int, kv_heads: int, head_size: int, scale: float, pool: int = 3,
     scratch: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the importance of each sequence's positions, [B, K, P]."""
     group = q.shape[1] // (kv_heads * head_size)
     sequences, positions = listed.shape

@@ -302,21 +302,9 @@ def whole_kernel(
 
 
 def launch(
-    *,
-    mass: Tensor,
-    captured: Tensor,
-    cu_keys: Tensor,
-    owner: Tensor,
-    selected: Tensor,
-    slot: int,
-    sets: int,
-    k: int,
-    page: int,
-    ratio: float = 0.0,
-    enough: float = 0.0,
-    fixed: bool = False,
-    scratch: Tensor | None = None,
-) -> None:
+    *, mass: Tensor, captured: Tensor, cu_keys: Tensor, owner: Tensor, selected: Tensor, slot: int, sets: int, k: int,
+    page: int, ratio: float = 0.0, enough: float = 0.0, fixed: bool = False, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write count and pages of each sequence and set into its row of selected [E, W].
 
     Which sums are the largest does not depend on the order of additions; with `enough`, what they add up to does: then, if

@@ -122,20 +122,9 @@ def transfer_kernel(
 
 
 def launch(
-    *,
-    token: Tensor,
-    score: Tensor,
-    current: Tensor,
-    cu_rows: Tensor,
-    quota: Tensor,
-    threshold: Tensor,
-    chosen: Tensor,
-    committed: Tensor,
-    rule: str,
-    mask_id: int,
-    edit_threshold: Tensor | None = None,
-    scratch: Tensor | None = None,
-) -> None:
+    *, token: Tensor, score: Tensor, current: Tensor, cu_rows: Tensor, quota: Tensor, threshold: Tensor, chosen: Tensor,
+    committed: Tensor, rule: str, mask_id: int, edit_threshold: Tensor | None = None, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write chosen [M] and committed [M]."""
     count, seqs = score.shape[0], quota.shape[0]
     block, warps = FEW_TILE if count <= FEW else MANY_TILE

@@ -378,6 +378,8 @@ def _read_settings(header: Mapping[str, Any], pool: _Named, found: _Found) -> No
     _read_configs((header["config"],), found)
     claimed = header.get("batch_invariant", False)
     require(type(claimed) is bool, f"batch_invariant: expected a boolean, got {claimed!r}")
+    card = header.get("capability", 0)
+    require(type(card) is int and card >= 0, f"capability: expected an integer from 0, got {card!r}")
     names = header.get("declared", {"kernels": [], "streams": []})
     require(
         type(names) is dict and names.keys() == {"kernels", "streams"}

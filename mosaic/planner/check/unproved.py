@@ -13,7 +13,7 @@ from mosaic.planner.check.columns import FULL_STEP, MAIN
 from mosaic.planner.check.operators import OPERATORS
 
 _PROFILE: Final = (
-    "device", "estimated", "device_memory_bytes", "page_bytes", "components.context", "components.library",
+    "device", "capability", "estimated", "device_memory_bytes", "page_bytes", "components.context", "components.library",
 )  # fmt: skip
 
 

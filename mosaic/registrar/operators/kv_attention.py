@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from mosaic.registrar.kernels import kernels_of
@@ -96,10 +97,34 @@ def _parts(window: int, keys: int) -> int:
     return min(KV_SEGMENT_TOKENS, window * min(KV_SEGMENTS, -(-keys // KV_SEGMENT_KEYS)))
 
 
+HOPPER: Final = 90
+"""Compute capability of the cards with a kernel of their own: the copy engine brings tiles of keys, and warpgroups multiply."""
+
+
+def whole_lines(specs: Specs, attrs: Attrs) -> bool:
+    """Tell whether the copy engine can read a key of one head as a line of a matrix: 64 or 128 numbers of 16 bits."""
+    return attrs["head_size"] in (64, 128) and specs["q"].dtype == "bfloat16"
+
+
 def segment_results(specs: Specs, attrs: Attrs) -> Dim:
     """Reserve partial results of segments, per head: a float32 row, its maximum and its sum."""
     size = attrs["head_size"]
     return attrs.get("parts", 1) * (exact(specs["q"].shape[-1]) / size) * (size + 2) * 4
+
+
+_CPU, *_PLAIN = kernels_of(
+    "kv_attention", tiles=tiles, scratch=segment_results, row_origin="q", invariant="kv_attention:launch_invariant"
+)
+_NAMES: Final = {"triton": "hopper", "invariant": "hopper_invariant"}
+_HOPPER: Final = [
+    replace(
+        way, name=_NAMES[way.name], kernel=way.kernel.replace("kv_attention", "kv_attention_hopper"), capability=HOPPER,
+        serves=whole_lines,
+    )
+    for way in _PLAIN
+]  # fmt: skip
+ON_CUDA: Final = (*_HOPPER, *_PLAIN)
+"""Those of `prefix_attention`, too: whatever writes a row of y has its maximum and its sum."""
 
 
 OPERATOR = Operator(
@@ -112,8 +137,6 @@ OPERATOR = Operator(
     moved=SEEN,
     rate="attention",
     rate_rows="T*G*kv_heads",
-    implementations=kernels_of(
-        "kv_attention", tiles=tiles, scratch=segment_results, row_origin="q", invariant="kv_attention:launch_invariant"
-    ),
+    implementations=(_CPU, *ON_CUDA),
     roles={"q": "attention", "y": "attention"},
 )
