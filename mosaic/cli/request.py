@@ -68,7 +68,7 @@ def own_dtype(model: str, device: str) -> str | None:
     The small models run in float32 on a CPU, where products of 16-bit operands take longer: they are converted tile by tile.
     """
     from mosaic.devices import load_device
-    from mosaic.models.shipped import SHIPPED
+    from mosaic.models import SHIPPED
 
     return "float32" if model in SHIPPED and load_device(device).backend == "cpu" else None
 

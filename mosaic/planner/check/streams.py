@@ -21,8 +21,6 @@ __all__ = ["check_streams", "order_streams"]
 
 def order_streams(plan: Skeleton) -> None:
     """Fill what no dim changes: `beside`, `rivals`, `touched` and `clash`."""
-    if not plan.has_side_streams:
-        return
     before = _ops_before(plan)
     unordered = _unordered_ops(before)
     plan.beside = list(_beside(plan, before))
@@ -41,8 +39,6 @@ def order_streams(plan: Skeleton) -> None:
 
 def check_streams(plan: Columns, roots: Mapping[str, Ids]) -> None:
     """Check all side ops; `roots` are, by pool, those of which no two live at the same time at one address."""
-    if not plan.has_side_streams:
-        return
     _check_iterations(plan)
     _check_order(plan, roots)
 
