@@ -39,12 +39,12 @@ class Input:
     per
         What one value belongs to.
     value
-        The source of values. Text: the request's field of this name, or its entry in `StepRequest.values`; by default
-        the input's own name. A function: called with a `Window` if `per` is token, extent, page, sequence or bound, and
-        with the request if it is row, logit_row or step. It returns, per token: a tensor or ranges with an element
-        each, or one number for all; per page: ranges; per extent: `width` numbers each; per row: a tensor; per
-        sequence: a number, or `width` of them; per bound: the sequence's count. A copy of a sequence, which decides
-        nothing, has 0 if `value` is text.
+        Where values come from. Text: the request's field of this name, or its entry in `StepRequest.values`; the input's
+        own name if empty. A function: called with a `Window` where `per` is token, extent, page, sequence or bound, and with the
+        request where it is row, logit_row or step. Of tokens it gives a tensor or ranges with an element for each, or one
+        number for all; of pages ranges; of extents `width` numbers for each; of rows, a tensor, or one number for all; of a
+        sequence, a number, or `width` of them; of a bound, how many there are of the sequence. A copy of a sequence, which decides
+        nothing, has 0 where `value` is text.
     index
         Values are row numbers within the request, which packing converts to row numbers of the step.
     copy

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, Self
+from itertools import accumulate, chain, repeat
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.runtime.frequencies import inverse_frequencies
 from mosaic.runtime.host_inputs import Numbers
-from mosaic.runtime.steps import SETTINGS, StepRequest
+from mosaic.runtime.steps import StepRequest
 
 if TYPE_CHECKING:
     from mosaic.planner.plan_records import PlanRecords
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
     from mosaic.runtime.step_memory import HeldValues
 
 __all__ = ["PackedStep", "group_of", "pack_step"]
-
-
-_SETTINGS_OF: Final = attrgetter("phase", *SETTINGS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +143,7 @@ def _require_shared(requests: Sequence[StepRequest], declared: Sequence[Input]) 
     mine = _shared(first, once)
     for request in others:
         if (own := _shared(request, once)) != mine:
-            names = ("phase", *SETTINGS, *[entry.name for entry in once])
+            names = ("phase", *[entry.name for entry in once])
             name, value, other = next(found for found in zip(names, mine, own, strict=True) if found[1] != found[2])
             raise UsageError(
                 f"requests of one step share their {name}, got {value} and {other}; run them in steps of their own."
@@ -159,8 +155,8 @@ def _once(declared: Sequence[Input]) -> list[Input]:
 
 
 def _shared(request: StepRequest, once: Sequence[Input]) -> tuple[Any, ...]:
-    """The values that a step has once: its phase, settings, and these inputs."""
-    return (*_SETTINGS_OF(request), *[entry.of(request) for entry in once])
+    """What a step has once: its phase, and these inputs."""
+    return (request.phase, *[entry.of(request) for entry in once])
 
 
 def _lengths(request: StepRequest) -> tuple[int, ...]:
@@ -206,7 +202,12 @@ def _packed(entry: Input, requests: Sequence[StepRequest], windows: Sequence[Win
         return Numbers(tuple(numbers), entry.dtype, entry.width)
     if entry.per in ("row", "logit_row"):
         values = [entry.of(request) for request in requests]
-        return _of_step(entry, requests, values) if entry.index else _joined(values)
+        if entry.index:
+            return _of_step(entry, requests, values)
+        counts = [request.rows.numel() for request in requests]
+        if not any(isinstance(value, Tensor) for value in values):
+            return Numbers(tuple(chain.from_iterable(map(repeat, values, counts))), entry.dtype)
+        return _joined([_values(value, count, entry.dtype) for value, count in zip(values, counts, strict=True)])
     found = entry.of_all(windows)
     if all(isinstance(part, range | tuple) for part in found):
         ranges = [(part,) if isinstance(part, range) else part for part in found]

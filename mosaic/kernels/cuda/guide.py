@@ -22,7 +22,7 @@ def guide_kernel(x, uncond, guidance, x_stride, uncond_stride, columns, BLOCK: t
     place = x + row * x_stride + column
     given = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     other = tl.load(uncond + row * uncond_stride + column, mask=mask, other=0.0).to(tl.float32)
-    guided = other + (tl.load(guidance) + 1.0) * (given - other)
+    guided = other + (tl.load(guidance + row) + 1.0) * (given - other)
     tl.store(place, guided.to(x.dtype.element_ty), mask=mask)
 
 

@@ -1,6 +1,6 @@
 """unembed_sample on CUDA: the statistics and samples of x @ weight.T, whose rows of logits never exist.
 
-The kernels are those of unembed_stats; the temperature is read on the device. Legend: C rows, D hidden, V vocabulary.
+The kernels are those of unembed_stats; temperatures are read on the device. Legend: C rows, D hidden, V vocabulary.
 """
 
 from torch import Tensor

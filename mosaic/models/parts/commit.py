@@ -65,8 +65,8 @@ class Commit(CommitRule):
         return self.score == "random" or self.perturb
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """Return the current values of the rows, and the inputs of the rule."""
-        perturb = (Input(name="score_temperature", dtype="float32", per="step"),) if self.perturb else ()
+        """Return what stands in the rows, and what the rule goes by."""
+        perturb = (Input(name="score_temperature", dtype="float32", per="row"),) if self.perturb else ()
         edit = (Input(name="edit_threshold", dtype="float32", per="sequence"),) if self.rule == "edit" else ()
         return (
             *perturb,

@@ -28,7 +28,7 @@ def _keys(request: Any) -> Any:
 
 NOISE: Final = Input(name="keys", dtype="int64", per="row", value=_keys)
 """Random keys of the rows, for parts that are `noisy`."""
-TEMPERATURE: Final = Input(name="temperature", dtype="float32", per="step")
+TEMPERATURE: Final = Input(name="temperature", dtype="float32", per="row")
 
 
 class Head(Part):
@@ -145,8 +145,8 @@ class Nucleus(Head):
         """Return temperature, top-p and top-k."""
         return (
             TEMPERATURE,
-            Input(name="top_p", dtype="float32", per="step"),
-            Input(name="top_k", dtype="int32", per="step"),
+            Input(name="top_p", dtype="float32", per="row"),
+            Input(name="top_k", dtype="int32", per="row"),
         )
 
     @property

@@ -1,6 +1,6 @@
 """x[C, D] = uncond + (guidance + 1) * (x - uncond), in place, in float32: classifier-free guidance of hidden rows.
 
-The head is linear, so guiding the hidden rows is guiding their logits (LLaDA: u + (w + 1)(c - u)). `guidance`[1] is read
+The head is linear, so guiding the hidden rows is guiding their logits (LLaDA: u + (w + 1)(c - u)). `guidance`[C] is read
 on the device; 0 leaves the conditional rows.
 """
 
@@ -10,14 +10,14 @@ from mosaic.registrar.tiles import TILE_ROWS, Tile, Tiles, compute_dtype
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
-    (_, width), compute = specs["x"].shape, compute_dtype(specs["x"].dtype)
-    constants = Tile((2,), compute)
-    return (constants,) if compute == specs["x"].dtype else (constants, *(Tile((TILE_ROWS, width), compute),) * 2)
+    (rows, width), compute = specs["x"].shape, compute_dtype(specs["x"].dtype)
+    scales = Tile((1,), compute), Tile((rows, 1), compute)
+    return scales if compute == specs["x"].dtype else (*scales, *(Tile((TILE_ROWS, width), compute),) * 2)
 
 
 OPERATOR = Operator(
     name="guide",
-    operands="x!:a[C, D] uncond:a[C, D] guidance@:f32[1]",
+    operands="x!:a[C, D] uncond:a[C, D] guidance:f32[C]",
     flops="3*x",
     implementations=kernels_of("guide", tiles=tiles),
     roles={"x": "logits and head", "uncond": "logits and head"},

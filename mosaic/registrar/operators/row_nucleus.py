@@ -1,10 +1,10 @@
 """A token of each row of logits[C, V], sampled from those within top-p and top-k, with statistics of their softmax.
 
-Tokens are ordered by logit, the highest first, ties to the lower id. `top_p`[1] keeps a token if the tokens before it
-have at most that probability together, of softmax(logits / temperature) (1 or more: all); `top_k`[1] keeps the first
-`top_k` (0: all). Over the kept tokens, renormalised: `probability` of the sample, `margin` between the first and
-second, and `entropy`, negative as Dream's: sum p log(p + 1e-10). temperature[1] 0 takes the argmax, with the softmax at
-1. keys[C] and the noise are those of `row_sample`.
+Tokens are ordered by logit, the highest first, ties to the lower id. `top_p`[C] keeps the tokens before which there is no
+more than so much probability of softmax(logits / temperature): those up to the one that passes it (1 and more: all);
+`top_k`[C] the first `top_k` of them (0: all). Of the kept, renormalised: `probability` of the sample, `margin` of the first and
+the second, and `entropy`, negative as Dream's: sum p log(p + 1e-10). temperature[C] 0 takes the argmax, with the softmax
+at 1. keys[C] as in `row_sample`, whose noise this is.
 """
 
 from mosaic.registrar.kernels import kernels_of
@@ -26,7 +26,7 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 OPERATOR = Operator(
     name="row_nucleus",
     operands="""
-        logits:a[C, V] keys:i64[C] temperature@:f32[1] top_p@:f32[1] top_k@:i32[1] -> sample:i64[C]
+        logits:a[C, V] keys:i64[C] temperature:f32[C] top_p:f32[C] top_k:i32[C] -> sample:i64[C]
         probability:f32[C] margin:f32[C] entropy:f32[C]
     """,
     flops="10*logits",
