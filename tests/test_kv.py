@@ -82,9 +82,13 @@ def tables(owned: Sequence[Pieces]) -> dict[str, Tensor]:
 
 
 def rows_of(kv: Tensor, pieces: Pieces, layer: int, heads: int, size: int, length: int) -> list[Tensor]:
-    """Keys and values [2, K, H] of one layer, position by position: views of a state, as its layout is documented."""
+    """Keys and values [2, K, H] of one layer, position by position: views of a state, as its layout is documented; NaN before
+    the first position that has a place."""
     found = []
     for position in range(length):
+        if position < pieces[0][2]:
+            found.append(torch.full((2, heads, size), float("nan"), dtype=kv.dtype))
+            continue
         row, rows, first, before = next(piece for piece in reversed(pieces) if piece[2] <= position)
         extent = kv.reshape(-1)[row * kv.shape[1] : (row + rows) * kv.shape[1]].view(-1, 2, heads, rows, size)
         found.append(extent[layer, :, :, before + position - first])
@@ -201,15 +205,31 @@ def seeing(case: Case, lengths: Sequence[int]) -> Case:
     return Case(case.kernel, operands, case.outputs, case.attrs | {"block": 0})
 
 
-def ranged_case(dtype: torch.dtype) -> Case:
+def ranged_case(dtype: torch.dtype, *, short: bool = False) -> Case:
+    """`short`: keys have no place before the first that a row of their sequence sees, as in a ring."""
     windows = [(9, 61, 20), (6, 1100, 900), (1, 3, 2)]
     case = kv_case(windows, 6, 3, 5, dtype, padding=2)
-    return seeing(case, [keys for count, keys, _ in windows for _ in range(count)] + [1, 1])
+    case = seeing(case, [keys for count, keys, _ in windows for _ in range(count)] + [1, 1])
+    if not short:
+        return case
+    entries, found = case.operands["extents"].tolist(), []
+    for (start, end), (low, high) in zip(
+        pairwise(case.operands["cu_seqlens"].tolist()), pairwise(case.operands["cu_extents"].tolist()), strict=True
+    ):
+        first = int(case.operands["sees"][start:end, 0].min())
+        mine = entries[low:high]
+        while len(mine) > 1 and mine[1][2] <= first:
+            del mine[0]
+        row, rows, position, before = mine[0]
+        passed = max(first - position, 0)
+        found.append([(row, rows, position + passed, before + passed), *map(tuple, mine[1:])])
+    return Case(case.kernel, case.operands | tables(found), case.outputs, case.attrs | {"parts": 1})
 
 
+@pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_rows_see_ranges_of_kept_keys(dtype: torch.dtype) -> None:
-    case = ranged_case(dtype)
+def test_rows_see_ranges_of_kept_keys(dtype: torch.dtype, short: bool) -> None:
+    case = ranged_case(dtype, short=short)
     expected, sees = softmax_rows(case)
     case.launch()
     assert_within(case.outputs["y"][sees], expected[sees], kv_bound(case, expected)[sees])
@@ -470,12 +490,16 @@ def test_kv_attention_in_triton(name: str, segments: int, dtype: torch.dtype, mo
 
 
 @triton_test
-@pytest.mark.parametrize(("segments", "dtype"), [(1, F32), (3, BF16)], ids=["one pass", "split"])
+@pytest.mark.parametrize(
+    ("segments", "dtype", "short"),
+    [(1, F32, False), (3, BF16, False), (3, BF16, True)],
+    ids=["one pass", "split", "ring"],
+)
 def test_rows_see_ranges_of_kept_keys_in_triton(
-    segments: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    segments: int, dtype: torch.dtype, short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut_into(monkeypatch, segments)
-    check_in_triton(ranged_case(dtype))
+    check_in_triton(ranged_case(dtype, short=short))
 
 
 @triton_test

@@ -122,7 +122,7 @@ def attend_heads(
     q_KTGH
         Query rows of every KV head and head of its group.
     kept
-        The keys, in order of position from 0 on; every row sees a key of the first tile.
+        The keys, in order of position; unless `since` is given, every row sees a key of the first tile.
     seen, since
         How many of them each row sees, and from which on, where not from the first.
     converted, tiles
@@ -130,7 +130,7 @@ def attend_heads(
     """
     (query, *wide), (heads, count, group, _) = converted, q_KTGH.shape
     most = max(seen)
-    whole = kept[0][1].shape[2] >= most and not wide
+    whole = kept[0][0] + kept[0][1].shape[2] >= most and not wide
     rows, keys = tile_shape(most, in_place=whole)
     members = min(group, rows)
     places = [*_places(kept, keys)]
@@ -184,9 +184,10 @@ def reference(
         count = int(seen[sequence])
         if not count:
             continue
-        k_KSH, v_KSH = torch.cat([both for _, both in kept[sequence]], dim=2)[:, :, :count]
+        first = kept[sequence][0][0]
+        k_KSH, v_KSH = torch.cat([both for _, both in kept[sequence]], dim=2)[:, :, : count - first]
         q_KGTH = q[start:end].view(end - start, kv_heads, group, head_size).permute(1, 2, 0, 3)
-        hidden = ~visible(positions[start:end], count, block, None if sees is None else sees[start:end])
+        hidden = ~visible(positions[start:end], count, block, None if sees is None else sees[start:end])[:, first:]
         scores = (q_KGTH @ k_KSH[:, None].transpose(2, 3) * scale).masked_fill(hidden, float("-inf"))
         y[start:end] = (torch.softmax(scores, dim=3) @ v_KSH[:, None]).permute(2, 0, 1, 3).flatten(1)
     return y

@@ -42,6 +42,8 @@ class StepGraph(Protocol):
         Rotary frequencies by their rule; where each sequence has its own, the number of each token's sequence, else None.
     kv
         The state [R, W] that keys are kept in, where the cache policy has one.
+    near
+        The state [R, W] of layers with a window, where it is another, else None.
     fused
         Whether what lies between products is done in them, for steps of few rows: a choice of those over kept keys.
     arrivals
@@ -62,6 +64,7 @@ class StepGraph(Protocol):
     inv_freq: dict[Rotary, Buffer]
     sequences: Buffer | None
     kv: Buffer
+    near: Buffer | None
     fused: bool
     arrivals: Buffer | None
 
