@@ -48,8 +48,8 @@ def decode_ahead(canvas: Canvas, blocks: Blocks, sampling: Sampling, quotas: Seq
         Tokens that each step of a block commits: the least number, or with `exactly` the number.
     """
     asked = _Requests(canvas, blocks, sampling, quotas)
-    for step in blocks.prefill():
-        yield blocks.ask(canvas, step)
+    for writing in blocks.prefill():
+        yield blocks.ask(canvas, writing)
     masked, steps, taken = canvas.mask_array, 0, 0
     seen = [0] * (blocks.block + 1)  # steps so far, by how many positions they have decided
     for number in range(asked.count):
