@@ -81,6 +81,8 @@ def plain(arch: Architecture, given: Mapping[str, Tensor], ids: Tensor, ends: Te
         if own.head_norms:
             q, k = (normed(part, w[f"{stem}self_attn.{name}_norm.weight"]) for name, part in (("q", q), ("k", k)))
         q, k = turned(q, own.rotary), turned(k, own.rotary)
+        if arch.keys:
+            k, v = (part.to(getattr(torch, arch.keys)).double() for part in (k, v))
         k, v = (part.repeat_interleave(own.heads // own.kv_heads, dim=1) for part in (k, v))
         scores = torch.einsum("tnh,snh->nts", q, k) / math.sqrt(own.head_size)
         hidden = torch.zeros(len(ids), len(ids), dtype=torch.bool)
@@ -143,10 +145,10 @@ def test_a_step_of_a_family_whose_layers_differ_equals_plain_pytorch(way: str, b
     torch.testing.assert_close(found.double(), plain(arch, given, ids), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(("order", "keys"), [(1, ""), (-1, ""), (1, "bfloat16")])
 @pytest.mark.parametrize("config", [{"attention": "together"}, {"attention": "queries"}, {"products": "fused"}])
-def test_steps_over_kept_keys_of_two_widths_equal_plain_pytorch(config: dict[str, str], order: int) -> None:
-    arch = architecture(block=4, order=order)
+def test_steps_over_kept_keys_of_two_widths_equal_plain_pytorch(config: dict[str, str], order: int, keys: str) -> None:
+    arch = replace(architecture(block=4, order=order), keys=keys)
     ids = torch.randint(0, VOCABULARY - 1, (13,), generator=torch.Generator().manual_seed(5))
     first, then = Phase(cache=KEPT, head=NO_HEAD), Phase(cache=KEPT, commit=RULE)
     with mosaic.compile(toy(arch), device="cpu") as model:
@@ -163,6 +165,8 @@ def test_steps_over_kept_keys_of_two_widths_equal_plain_pytorch(config: dict[str
             )  # fmt: skip
             (result,) = model.step([asked], config=config)
             assert not check_plan(result.plan.document) and config.items() <= result.plan.config.items()
+            (state,) = [buffer for buffer in result.plan.records.buffers if buffer.kind == "state"]
+            assert state.dtype == (keys or "float32")
             found.append((result.token.clone(), result.score.clone()))
     expected = plain(arch, given, ids)[8:]
     tokens, scores = (torch.cat(parts) for parts in zip(*found, strict=True))

@@ -59,12 +59,14 @@ def bind(
     group = q.shape[1] // (kv_heads * head_size)
     rows, sums = q.shape[0], None
     if logsumexp is None:
-        asked, masked = {"q": q} if sees is None else {"q": q, "sees": sees}, bool(block) or sees is not None
+        asked, masked = {"q": q, "kv": kv}, bool(block) or sees is not None
+        if sees is not None:
+            asked["sees"] = sees
         converted, tiles = parted(
             tiles_of("kv_attention", scratch, asked, head_size=head_size, block=block), masked=masked
         )
     else:
-        sums, *found = tiles_of("prefix_attention", scratch, {"q": q}, head_size=head_size)
+        sums, *found = tiles_of("prefix_attention", scratch, {"q": q, "kv": kv}, head_size=head_size)
         converted, tiles = parted(found, masked=True)
     q_KTGH, y_KTGH = (x.view(rows, kv_heads, group, head_size).transpose(0, 1) for x in (q, y))
     sums_KTG = None if logsumexp is None else logsumexp.view(rows, kv_heads, group).transpose(0, 1)
@@ -142,7 +144,7 @@ def attend_heads(
             for start in range(0, count, tokens):
                 tile = mine, slice(start, start + tokens), slice(member, member + members)
                 part, limits = q_KTGH[tile], seen[start : start + tokens]
-                apart = bool(wide) or members > 1
+                apart = query.dtype != q_KTGH.dtype or members > 1
                 packed = beginning(query, part.shape).copy_(part).flatten(1, 2) if apart else part.squeeze(2)
                 parts = _key_tiles(places, mine, max(limits), wide)
                 log_sums = None if sums is None else sums[: packed.shape[0] * packed.shape[1]]
@@ -185,7 +187,7 @@ def reference(
         if not count:
             continue
         first = kept[sequence][0][0]
-        k_KSH, v_KSH = torch.cat([both for _, both in kept[sequence]], dim=2)[:, :, : count - first]
+        k_KSH, v_KSH = torch.cat([both for _, both in kept[sequence]], dim=2)[:, :, : count - first].to(q.dtype)
         q_KGTH = q[start:end].view(end - start, kv_heads, group, head_size).permute(1, 2, 0, 3)
         hidden = ~visible(positions[start:end], count, block, None if sees is None else sees[start:end])[:, first:]
         scores = (q_KGTH @ k_KSH[:, None].transpose(2, 3) * scale).masked_fill(hidden, float("-inf"))

@@ -209,7 +209,9 @@ class Architecture:
     pad_token_id
         The token that fills a batch up; None where the config names none.
     dtype
-        Of hidden states, activations and keys, and of weights that are stored as they are.
+        Of hidden states and activations, and of weights that are stored as they are.
+    keys
+        The dtype that keys and values are kept in; that of activations, if not given.
     scheme
         How the matrices of layers are stored.
 
@@ -229,6 +231,7 @@ class Architecture:
     shifted: bool = False
     published: str = ""
     dtype: str = "bfloat16"
+    keys: str = ""
     scheme: Scheme = PLAIN
     max_positions: int = 0
     block: int = 0

@@ -43,6 +43,10 @@ class KeysAndValues(State):
         """Return keys and values of its layers."""
         return key_row(arch, self.windowed).columns
 
+    def dtype_in(self, arch: Architecture) -> str:
+        """Return the dtype of keys."""
+        return arch.keys or arch.dtype
+
 
 KV: Final = KeysAndValues(name="kv")
 

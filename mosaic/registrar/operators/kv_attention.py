@@ -1,13 +1,13 @@
 """y[T, N*H] = softmax(q k^T * scale) v per sequence and head, over keys and values kept in rows of kv[R, L*2*W].
 
-`kv_store` says where the key of a position lies: in an extent of those that its sequence has. Sequence b sees its first
-`seen[b]` keys, its window's own among them: they are stored first. With `block` a query sees those of its own block of
-positions and of the blocks before: at position p the keys j < (p // block + 1) * block. With `sees[T, 2]` row r sees those at
-positions in [sees[r, 0], sees[r, 1]), one at least, and no block counts. Queries and their positions may be
-sliced by a region of tokens, the rest never; y may overwrite q; a row in no sequence, and one that sees no key, is left as
+kv may have a dtype of its own. `kv_store` says where the key of a position lies: in an extent of those that its sequence has.
+Sequence b sees its first `seen[b]` keys, its window's own among them: they are stored first. With `block` a query sees those
+of its own block of positions and of the blocks before: at position p the keys j < (p // block + 1) * block. With `sees[T, 2]`
+row r sees those at positions in [sees[r, 0], sees[r, 1]), one at least, and no block counts. Queries and their positions may
+be sliced by a region of tokens, the rest never; y may overwrite q; a row in no sequence, and one that sees no key, is left as
 it was. For the cost model alone: `span`, the keys that a query sees on average, rounded up, and `keys`, those that all
-sequences see together. `parts` are the rows of partial results, per query head, that there is room for (`kv_parts`): with 1,
-a GPU goes through the keys of a tile of queries in one program.
+sequences see together. `parts` are the rows of partial results, per query head, that there is room for (`kv_parts`): with 1, a
+GPU goes through the keys of a tile of queries in one program, as it has to where a sequence sees more keys than kv has rows.
 """
 
 from __future__ import annotations
@@ -17,29 +17,33 @@ from collections.abc import Sequence
 from typing import Final
 
 from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, exact, require
+from mosaic.registrar.operators import kv_store
 from mosaic.registrar.operators.attention import require_sees
-from mosaic.registrar.operators.kv_store import KV, require_layer
+from mosaic.registrar.operators.kv_store import KV
 from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, Tile, Tiled, Tiles, attention_tiles, compute_dtype
 
-QUERIES: Final = f"q:a[T, G*kv_heads*head_size] {KV} seen@:i32[B] cu_seqlens@:i32[B+1] positions:i32[T]"
+QUERIES: Final = (
+    f"q:a[T, G*kv_heads*head_size] {KV.replace(':a', ':c', 1)} seen@:i32[B] cu_seqlens@:i32[B+1] positions:i32[T]"
+)
 ATTRS: Final = "layer kv_heads head_size scale span keys block=0 parts=1"
 SEEN: Final = {"kv": "2*keys*kv_heads*head_size"}
 """Every key that is seen counts once, and only this layer's part of its row."""
 
 
-def rules(*, G: Dim, L: Dim, layer: int, scale: float, block: int, sees: Spec | None = None, **_: object) -> None:
+def rules(
+    *, G: Dim, L: Dim, layer: int, scale: float, block: int, kv: Spec, sees: Spec | None = None, **_: object
+) -> None:
     require(isinstance(G, int), "q must have all heads, whichever loops slice it")
-    require_layer("kv", L, layer)
+    kv_store.rules(L=L, layer=layer, kv=kv)
     require(scale > 0, f"scale must be positive, not {scale}")
     require(block >= 0, f"block must be a number of positions, or 0 for none, not {block}")
     require_sees(sees, block)
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
-    """List the tiles: queries of a group of heads side by side; of 16-bit inputs keys and values, converted."""
-    size, dtype = attrs["head_size"], specs["q"].dtype
-    compute = compute_dtype(dtype)
-    converted = (Tile((KEY_ROWS, size), compute),) * 2 if compute != dtype else ()
+    """List the tiles: queries of a group of heads side by side; keys and values, converted from another dtype."""
+    size, compute = attrs["head_size"], compute_dtype(specs["q"].dtype)
+    converted = (Tile((KEY_ROWS, size), compute),) * 2 if compute != specs.get("kv", specs["q"]).dtype else ()
     own = attention_tiles(size, compute, masked=bool(attrs.get("block")) or "sees" in specs)
     return Tile((QUERY_ROWS, size), compute), *converted, *own
 

@@ -6,21 +6,27 @@ by side. Where layers differ in K or H, `layer` counts layers like itself: its k
 
 `extents[X, 4]` lists, sequence after sequence, in order of position: the first row, the rows n, the position whose key comes
 first, and how many tokens of the extent lie before that one. Those of sequence b are `cu_extents[b]` to `cu_extents[b + 1]`. A
-token in no sequence, or at a position that its sequence has no row for, is not kept. k, v and positions may be sliced by a region
-of tokens, the rest never."""
+token in no sequence, or at a position that its sequence has no row for, is not kept. kv may have a dtype of its own. k, v and
+positions may be sliced by a region of tokens, the rest never."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from mosaic.registrar.operator import Dim, Implementation, Operator, require
+from mosaic.registrar.operator import Dim, Implementation, Operator, Spec, require
 
 KV: Final = "kv@#:a[R, L*2*kv_heads*head_size] extents@#:i64[X, 4] cu_extents@:i32[B+1]"
 """What an operator reads of what is kept. `cu_seqlens` has one number more than there are sequences, B."""
 
 
-def rules(*, L: Dim, layer: int, **_: object) -> None:
+def rules(*, L: Dim, layer: int, kv: Spec, **_: object) -> None:
     require_layer("kv", L, layer)
+    require_floats(kv)
+
+
+def require_floats(kv: Spec) -> None:
+    """Refuse keys and values that are kept as integers."""
+    require("float" in kv.dtype, f"operand 'kv' is {kv}: keys and values are kept as floats")
 
 
 def require_layer(name: str, layers: Dim, layer: int) -> None:
@@ -31,7 +37,7 @@ def require_layer(name: str, layers: Dim, layer: int) -> None:
 OPERATOR = Operator(
     name="kv_store",
     operands="""
-        k:a[T, K*head_size] v:a[T, K*head_size] kv!@#:a[R, L*2*K*head_size] extents@#:i64[X, 4]
+        k:a[T, K*head_size] v:a[T, K*head_size] kv!@#:c[R, L*2*K*head_size] extents@#:i64[X, 4]
         cu_extents@:i32[B+1] cu_seqlens@:i32[B+1] positions:i32[T]
     """,
     attrs="layer head_size",
