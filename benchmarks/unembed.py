@@ -86,7 +86,7 @@ class Bench:
         if kind == "statistics":
             return {}
         keys = self.torch.arange(rows, dtype=self.torch.int64, device=self.where) * 7919
-        return {"keys": keys, "temperature": self.torch.ones(1, device=self.where)}
+        return {"keys": keys, "temperature": self.torch.ones(rows, device=self.where)}
 
     def bare(self, rows: int, chunk: int) -> Callable[[], object]:
         """cuBLAS alone, in chunks of rows."""

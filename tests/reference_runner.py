@@ -237,8 +237,7 @@ class ReferenceRunner:
 
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         self.packed.append(list(requests))
-        settings = {(r.phase, r.temperature, r.top_p, r.top_k, r.score_temperature, r.guidance) for r in requests}
-        assert len(settings) == 1, "one step has one phase and one set of settings"
+        assert len({request.phase for request in requests}) == 1, "one step has one phase"
         return [self._one(request) for request in requests]
 
     def _hidden(self, request: StepRequest, tokens: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ class Card:
     def _unembed_sample(self, _: str | None, x: Tensor, weight: Tensor, **others: Tensor) -> float:
         drawn = {"keys", "temperature", "sample", "sample_logit"}
         assert others.keys() == {"token", "maximum", "second", "logsumexp", "entropy"} | drawn
-        assert float(others["temperature"]) > 0
+        assert bool((others["temperature"] > 0).all()) and len(others["temperature"]) == len(x)
         return 2 * x.numel() * len(weight) / (5e11 * len(x))
 
     def _attention(self, implementation: str | None, **given: Any) -> float:

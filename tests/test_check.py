@@ -1025,7 +1025,7 @@ SAMPLED = ("sample", "sample_logit")
 def sampled(kernel: str) -> Document:
     """The `step` with samples: from chunks of logits of one row, or fused with the unembedding."""
     document = EXAMPLES["step"]()
-    inputs = {"keys": ("int64", (2,)), "temperature": ("float32", (1,))}
+    inputs = {"keys": ("int64", (2,)), "temperature": ("float32", (2,))}
     for name, (dtype, shape) in {**inputs, "sample": ("int64", (2,)), "sample_logit": ("float32", (2,))}.items():
         kind, life = ("input", (0, 10)) if name in inputs else ("output", (9, 11))
         document["buffers"].append(spec(name, dtype, shape, life, kind=kind, id=len(document["buffers"])))
@@ -1034,7 +1034,7 @@ def sampled(kernel: str) -> Document:
     head["operands"].update({name: ids[name] for name in (*inputs, *SAMPLED)})
     head["reads"] += [ids[name] for name in inputs]
     head["writes"] += [ids[name] for name in SAMPLED]
-    head.update(kernel=kernel, bytes=head["bytes"] + 16 + 4 + 16 + 8)
+    head.update(kernel=kernel, bytes=head["bytes"] + 16 + 8 + 16 + 8)
     if kernel == "row_sample":  # the rows of 256 are logits here
         head["reads"].remove(3)
         del head["operands"]["weight"]
@@ -1052,7 +1052,7 @@ def test_samples(kernel: str) -> None:
     document = sampled(kernel)
     assert codes(document) == set()
     temperature = next(row for row in document["buffers"] if row["name"] == "temperature")
-    for wrong in ({"shape": [2]}, {"dtype": "float16"}):
+    for wrong in ({"shape": [1]}, {"dtype": "float16"}):
         broken = copy.deepcopy(document)
         broken["buffers"][temperature["id"]].update(wrong)
         assert "operator" in codes(broken)

@@ -86,7 +86,7 @@ def test_an_unembedding_that_samples_has_rates_of_its_own_too() -> None:
     g = Graph("head")
     g.add_op(
         "unembed_sample", g.input("x", (64, 8), "bfloat16"), g.weight("w", (1000, 8), "bfloat16"),
-        g.input("keys", (64,), "int64"), g.input("temperature", (1,), "float32"),
+        g.input("keys", (64,), "int64"), g.input("temperature", (64,), "float32"),
     )  # fmt: skip
     card = replace(CARD, bandwidth=FAST, unembed_rates={16: 1e12}, sampled_unembed_rates={16: 5e11})
     assert times(compile_body(g), card) == pytest.approx([2 * 64 * 8 * 1000 / 5e11])

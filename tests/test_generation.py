@@ -208,8 +208,8 @@ def test_requests_that_make_no_step_are_refused(changed: dict[str, Any], message
     with pytest.raises(UsageError, match="at least one request"):
         runner.step([])
     first = StepRequest(**{**REQUEST, "sequence": sequence})
-    with pytest.raises(UsageError, match=r"share their temperature, got 0\.0 and 1\.0"):
-        runner.step([first, StepRequest(**{**REQUEST, "sequence": sequence, "temperature": 1.0})])
+    with pytest.raises(UsageError, match=r"share their phase, got Phase\(.* and Phase\("):
+        runner.step([first, StepRequest(**{**REQUEST, "sequence": sequence, "phase": Phase(cache=KEPT)})])
     assert runner.step([first])[0].committed.tolist() == [False]  # quota 0
     runner.close()
 

@@ -173,7 +173,7 @@ REFUSED: dict[str, tuple[str, Wrong]] = {
         g, x, ("a", t, 8), ("a", t, 16))),
     "a knob whose rows are a dim": (r"its rows would be called a_rows, which is a dim", lambda g, t, x: (
         g.dim("a_rows"), _in_region(g, t, lambda: g.add_op(COPY, x)))),
-    "a dim named as a knob's rows": (r"the rows of the chunk knob 'a' are called so", lambda g, t, x: (
+    "a dim named as a knob's rows": (r"the rows of the chunk knob 'a' have this name", lambda g, t, x: (
         _in_region(g, t, lambda: g.add_op(COPY, x)), g.dim("a_rows"))),
     "a dim sliced twice": (r"a region over tokens is open already", _nested),
     "a dim that cannot be sliced": (r"region a cannot slice axis 0 of x e: .*: tokens \+ 1 is no multiple of tokens",

@@ -103,22 +103,22 @@ def noise_of(keys: Tensor, columns: int) -> Tensor:
 
 def assert_samples(case: Case, logits: Tensor, delta: Tensor) -> None:
     """`logits` in float64; `delta` [C] bounds the error of each logit before it is sampled."""
-    temperature = float(case.operands["temperature"])
-    noise = noise_of(case.operands["keys"], logits.shape[1])
-    score, rows = logits + temperature * noise, torch.arange(logits.shape[0])
+    temperature = case.operands["temperature"].double()
+    noise = temperature[:, None] * noise_of(case.operands["keys"], logits.shape[1])
+    score, rows = logits + noise, torch.arange(logits.shape[0])
     sample = case.outputs["sample"]
     best, expected = score.max(dim=1)
     # a score is a product and a sum in float32
-    error = delta + temperature * NOISE_ERROR + 2 * unit(F32) * (logits.abs() + temperature * noise.abs()).amax(1)
+    error = delta + temperature * NOISE_ERROR + 2 * unit(F32) * (logits.abs() + noise.abs()).amax(1)
     assert (score[rows, sample] >= best - 2 * error).all()
     others = score.clone()
     others[rows, expected] = float("-inf")
     clear = best - others.amax(1) > 2 * error
     assert torch.equal(sample[clear], expected[clear])
     assert ((case.outputs["sample_logit"].double() - logits[rows, sample]).abs() <= delta).all()
-    if temperature == 0.0:
-        assert torch.equal(sample, case.outputs["token"])
-        assert torch.equal(case.outputs["sample_logit"], case.outputs["maximum"])
+    greedy = temperature == 0.0
+    assert torch.equal(sample[greedy], case.outputs["token"][greedy])
+    assert torch.equal(case.outputs["sample_logit"][greedy], case.outputs["maximum"][greedy])
 
 
 def some_keys(rows: int, seed: int = 0) -> Tensor:
@@ -126,18 +126,28 @@ def some_keys(rows: int, seed: int = 0) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (rows,), generator=torch.Generator().manual_seed(seed))
 
 
-def sample_case(kernel: str, operands: dict[str, Tensor], temperature: float, rows: int) -> Case:
-    drawn = {"keys": some_keys(rows), "temperature": torch.tensor([temperature])}
+MIXED = 0.0, 0.7, 2.5
+"""Temperatures of neighbouring rows."""
+
+
+def turns(values: Any, rows: int, dtype: torch.dtype = F32) -> Tensor:
+    """One value for all rows, or several that rows have in turn."""
+    several = torch.tensor(values, dtype=dtype).view(-1)
+    return several.repeat(-(-rows // len(several)))[:rows]
+
+
+def sample_case(kernel: str, operands: dict[str, Tensor], temperature: Any, rows: int) -> Case:
+    drawn = {"keys": some_keys(rows), "temperature": turns(temperature, rows)}
     outputs = {"sample": torch.empty(rows, dtype=torch.int64), "sample_logit": torch.empty(rows)}
     return Case(kernel, operands | drawn, statistics_outputs(rows) | outputs)
 
 
-def row_case(shape: tuple[int, int], dtype: torch.dtype, temperature: float, scale: float = 2.0) -> Case:
+def row_case(shape: tuple[int, int], dtype: torch.dtype, temperature: Any, scale: float = 2.0) -> Case:
     logits = strided(randn(*shape, dtype=dtype, scale=scale))
     return sample_case("row_sample", {"logits": logits}, temperature, shape[0])
 
 
-def unembed_case(shape: tuple[int, int, int], dtype: torch.dtype, temperature: float, aligned: bool = False) -> Case:
+def unembed_case(shape: tuple[int, int, int], dtype: torch.dtype, temperature: Any, aligned: bool = False) -> Case:
     rows, hidden, vocabulary = shape
     x, weight = randn(rows, hidden, dtype=dtype), randn(vocabulary, hidden, dtype=dtype, seed=1, scale=hidden**-0.5)
     if not aligned:
@@ -233,9 +243,9 @@ def test_the_two_smallest_of_a_group_are_where_they_are_said_to_be_and_anywhere(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("temperature", [0.0, 0.3, 7.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 7.0, MIXED], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1025), (131, 300)], ids=str)
-def test_row_sample(shape: tuple[int, int], temperature: float, dtype: torch.dtype) -> None:
+def test_row_sample(shape: tuple[int, int], temperature: Any, dtype: torch.dtype) -> None:
     case = row_case(shape, dtype, temperature)
     before = case.operands["logits"].clone()
     case.launch()
@@ -246,7 +256,7 @@ def test_row_sample(shape: tuple[int, int], temperature: float, dtype: torch.dty
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (129, 33, 1100), (5, 64, 2100)], ids=str)
-def test_unembed_sample(shape: tuple[int, int, int], temperature: float, dtype: torch.dtype) -> None:
+def test_unembed_sample(shape: tuple[int, int, int], temperature: Any, dtype: torch.dtype) -> None:
     case = unembed_case(shape, dtype, temperature)
     case.launch()
     verify(case)
@@ -291,7 +301,7 @@ def test_a_sample_does_not_depend_on_chunks_places_or_tiles(kernel: str, monkeyp
     first = "logits" if kernel == "row_sample" else "x"
     for chosen in (torch.arange(40, 97), order):
         part = Case(kernel, dict(case.operands), {name: torch.empty_like(t[chosen]) for name, t in whole.items()})
-        part.operands |= {name: case.operands[name][chosen] for name in (first, "keys")}
+        part.operands |= {name: case.operands[name][chosen] for name in (first, "keys", "temperature")}
         part.launch()
         assert torch.equal(part.outputs["sample"], whole["sample"][chosen])
     monkeypatch.setattr(tiles, "VOCABULARY_COLUMNS", 256)
@@ -331,22 +341,22 @@ def test_sampling_allocates_nothing(kernel: str, temperature: float, dtype: torc
 
 def test_wrong_operands_are_refused() -> None:
     case = row_case((3, 8), F32, 1.0)
-    for name, wrong in (("keys", torch.zeros(3, dtype=torch.int32)), ("temperature", torch.ones(2))):
+    for name, wrong in (("keys", torch.zeros(3, dtype=torch.int32)), ("temperature", torch.ones(1))):
         with pytest.raises(GraphError, match=f"row_sample: operand '{name}' is"):
             load("row_sample").launch(**(case.operands | {name: wrong}), **case.outputs, scratch=case.scratch())
 
 
 def test_contracts_of_samples() -> None:
-    logits, keys, temperature = Spec((4, 9), "bfloat16"), Spec((4,), "int64"), Spec((1,), "float32")
+    logits, keys, temperature = Spec((4, 9), "bfloat16"), Spec((4,), "int64"), Spec((4,), "float32")
     rule = contract("row_sample")
-    assert rule.whole == {"temperature"}
+    assert not rule.whole
     inferred = dict(zip(rule.writes, rule.work(logits=logits, keys=keys, temperature=temperature).outputs, strict=True))
     assert inferred["sample"] == Spec((4,), "int64") and inferred["sample_logit"] == Spec((4,), "float32")
     assert rule.writes[:5] == contract("row_stats").writes
     with pytest.raises(GraphError, match=r"operand 'keys' is .*, expected int64\[4\]"):
         rule.work(logits=logits, keys=Spec((3,), "int64"), temperature=temperature)
-    with pytest.raises(GraphError, match=r"operand 'temperature' is .*, expected float32\[1\]"):
-        rule.work(logits=logits, keys=keys, temperature=Spec((4,), "float32"))
+    with pytest.raises(GraphError, match=r"operand 'temperature' is .*, expected float32\[4\]"):
+        rule.work(logits=logits, keys=keys, temperature=Spec((1,), "float32"))
     with pytest.raises(GraphError, match=r"operand 'weight' is .*, expected bfloat16\[5, 9\]"):
         contract("unembed_sample").work(
             x=Spec((4, 9), "bfloat16"), weight=Spec((5, 8), "bfloat16"), keys=keys, temperature=temperature
@@ -359,7 +369,7 @@ def test_scratch_is_one_formula_in_the_rows(kernel: str) -> None:
     rows = symbol("rows")
     shapes: dict[str, tuple[Any, ...]] = {name: tuple(t.shape) for name, t in case.operands.items()}
     first = "logits" if kernel == "row_sample" else "x"
-    symbolic = shapes | {first: (rows, *shapes[first][1:]), "keys": (rows,)}
+    symbolic = shapes | {first: (rows, *shapes[first][1:]), "keys": (rows,), "temperature": (rows,)}
     dtypes = {name: name_of(t.dtype) for name, t in case.operands.items()}
     formula = sympy.sympify(scratch_rules("cpu")[kernel](symbolic, dtypes, {}))
     assert formula.subs({rows: 300}) == scratch_rules("cpu")[kernel](shapes, dtypes, {})
@@ -398,18 +408,18 @@ def launched(case: Case) -> Case:
 @pytest.mark.grid(together=1)
 @triton_test
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
-@pytest.mark.parametrize("temperature", [0.0, 0.3, 7.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 7.0, MIXED], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 4097), (13, 700), (2, 33000)], ids=str)
-def test_row_sample_in_triton(shape: tuple[int, int], temperature: float, dtype: torch.dtype) -> None:
+def test_row_sample_in_triton(shape: tuple[int, int], temperature: Any, dtype: torch.dtype) -> None:
     verify(launched(row_case(shape, dtype, temperature)))
 
 
 @pytest.mark.grid
 @triton_test
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0, MIXED], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (67, 33, 300), (5, 67, 1100)], ids=str)
-def test_unembed_sample_in_triton(shape: tuple[int, int, int], temperature: float, dtype: torch.dtype) -> None:
+def test_unembed_sample_in_triton(shape: tuple[int, int, int], temperature: Any, dtype: torch.dtype) -> None:
     verify(launched(unembed_case(shape, dtype, temperature)))
 
 
@@ -554,10 +564,10 @@ def test_one_graph_serves_every_temperature_and_allocates_nothing(kernel: str) -
         launch(**given, scratch=scratch)
         allocated = torch.cuda.memory_stats()["allocation.all.allocated"] - before
     assert allocated == 0
-    for temperature in (0.0, 0.4, 3.0):
-        case.operands["temperature"].fill_(temperature)
-        given["temperature"].fill_(temperature)
-        case.operands["keys"] = some_keys(40, int(10 * temperature))
+    for seed, temperature in enumerate((0.0, 0.4, MIXED)):
+        case.operands["temperature"] = turns(temperature, 40)
+        given["temperature"].copy_(case.operands["temperature"])
+        case.operands["keys"] = some_keys(40, seed)
         given["keys"].copy_(case.operands["keys"])
         graph.replay()
         case.outputs = {name: given[name].cpu() for name in case.outputs}

@@ -36,7 +36,7 @@ from test_kernels import (
     strided,
     unit,
 )
-from test_sampling import NOISE_ERROR, halves_of, noise_of, some_keys, uniform_of, words_of
+from test_sampling import MIXED, NOISE_ERROR, halves_of, noise_of, some_keys, turns, uniform_of, words_of
 from torch import Tensor
 
 from mosaic.errors import GraphError
@@ -152,19 +152,18 @@ def test_numbers_of_rows_are_uniform_and_apart_from_each_other() -> None:
 
 @pytest.mark.grid
 @backends
-@pytest.mark.parametrize("temperature", [0.0, 0.3, 7.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 7.0, MIXED], ids=str)
 @pytest.mark.parametrize("rows", [1, 300, 2500])
-def test_perturb_score(rows: int, temperature: float, backend: str) -> None:
+def test_perturb_score(rows: int, temperature: Any, backend: str) -> None:
     score = randn(rows)
     score[::5] = float("-inf")
-    operands = {"score": score, "keys": some_keys(rows), "temperature": torch.tensor([temperature])}
-    found = launched(Case("perturb_score", operands), backend)["score"]
-    if temperature == 0.0:
-        assert torch.equal(found, score)
-        return
-    heat = float(operands["temperature"])
+    operands = {"score": score, "keys": some_keys(rows), "temperature": turns(temperature, rows)}
+    found, heat = launched(Case("perturb_score", operands), backend)["score"], operands["temperature"].double()
+    assert torch.equal(found[heat == 0], score[heat == 0])
     expected, finite = score.double() / heat + own_gumbels(operands["keys"]), score.isfinite()
     assert torch.equal(found == float("-inf"), ~finite)
+    finite &= heat > 0
+    heat[heat == 0] = 1.0  # not compared
     bound = NOISE_ERROR + 4 * unit(F32) * (expected.abs() + score.double().abs() / heat)
     assert_within(found[finite], expected[finite], bound[finite])
 
@@ -173,7 +172,7 @@ def test_the_highest_perturbed_scores_are_draws_without_replacement() -> None:
     """Of three rows the order of two draws: p_i p_j / (1 - p_i)."""
     score, temperature, groups = torch.tensor([0.9, 0.5, 0.1]), 0.5, 6000
     case = Case("perturb_score", {"score": score.repeat(groups), "keys": some_keys(3 * groups)})
-    case.operands["temperature"] = torch.tensor([temperature])
+    case.operands["temperature"] = torch.full((3 * groups,), temperature)
     order = launched(case, "cpu")["score"].view(groups, 3).argsort(dim=1, descending=True)
     counts = torch.bincount(order[:, 0] * 3 + order[:, 1], minlength=9).double()
     p = (score.double() / temperature).softmax(0)
@@ -191,31 +190,31 @@ def test_the_highest_perturbed_scores_are_draws_without_replacement() -> None:
 @pytest.mark.grid
 @backends
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("guidance", [0.0, 1.5])
+@pytest.mark.parametrize("guidance", [0.0, 1.5, (0.5, 0.0, 2.0)], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (67, 33), (3, 4099)], ids=str)
-def test_guide(shape: tuple[int, int], guidance: float, dtype: torch.dtype, backend: str) -> None:
+def test_guide(shape: tuple[int, int], guidance: Any, dtype: torch.dtype, backend: str) -> None:
     if backend == "triton" and dtype in (F64, F16):
         pytest.skip("models on GPUs are float32 or bfloat16")
     x, uncond = strided(randn(*shape, dtype=dtype, scale=3)), strided(randn(*shape, dtype=dtype, seed=1), 8, 8)
-    case = Case("guide", {"x": x, "uncond": uncond, "guidance": torch.tensor([guidance])})
+    case = Case("guide", {"x": x, "uncond": uncond, "guidance": turns(guidance, shape[0])})
     found = launched(case, backend)["x"]
-    c, u = x.double(), uncond.double()
-    expected = u + (guidance + 1) * (c - u)
-    magnitude = u.abs() + (guidance + 1) * (c.abs() + u.abs())
+    c, u, scale = x.double(), uncond.double(), 1 + case.operands["guidance"].double()[:, None]
+    expected = u + scale * (c - u)
+    magnitude = u.abs() + scale * (c.abs() + u.abs())
     assert_within(found, expected, gamma(4, dtype) * magnitude + rounding(expected, dtype))
 
 
 # --- nuclei -----------------------------------------------------------------------------------------------------------
 
 
-def nucleus_case(logits: Tensor, *, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0) -> Case:
+def nucleus_case(logits: Tensor, *, temperature: Any = 0.0, top_p: Any = 1.0, top_k: Any = 0) -> Case:
     rows = logits.shape[0]
     operands = {
         "logits": logits,
         "keys": some_keys(rows),
-        "temperature": torch.tensor([temperature]),
-        "top_p": torch.tensor([top_p]),
-        "top_k": torch.tensor([top_k], dtype=torch.int32),
+        "temperature": turns(temperature, rows),
+        "top_p": turns(top_p, rows),
+        "top_k": turns(top_k, rows, torch.int32),
     }
     figures = {name: torch.empty(rows) for name in ("probability", "margin", "entropy")}
     return Case("row_nucleus", operands, {"sample": torch.empty(rows, dtype=torch.int64), **figures})
@@ -249,11 +248,11 @@ def kept_by_dream(logits: list[float], temperature: float, top_p: float, top_k: 
 
 def verify_nucleus(case: Case, found: dict[str, Tensor]) -> None:
     """Compare every row with the statement in float64; the masses are clear of top_p."""
-    temperature, top_p = (float(case.operands[name]) for name in ("temperature", "top_p"))
-    logits, heat = case.operands["logits"].double(), temperature if temperature > 0 else 1.0
+    logits = case.operands["logits"].double()
+    settings = zip(*(case.operands[name].tolist() for name in ("temperature", "top_p", "top_k")), strict=True)
     noise = noise_of(case.operands["keys"], logits.shape[1])
-    for row, values in enumerate(logits):
-        kept = kept_by_dream(values.tolist(), temperature, top_p, int(case.operands["top_k"]))
+    for row, (values, (temperature, top_p, top_k)) in enumerate(zip(logits, settings, strict=True)):
+        kept, heat = kept_by_dream(values.tolist(), temperature, top_p, top_k), temperature if temperature > 0 else 1.0
         chance = torch.softmax(values[kept] / heat, dim=0)
         drawn = int(found["sample"][row])
         assert drawn in kept
@@ -321,6 +320,15 @@ def test_of_equal_logits_the_lower_ids_are_kept(kept: int, temperature: float, b
     found = launched(case, backend)
     verify_nucleus(case, found)
     assert float(found["entropy"][0]) == pytest.approx(-math.log(kept), abs=1e-5)
+
+
+@backends
+def test_each_row_is_cut_by_its_own_settings(backend: str) -> None:
+    values = randn(300, scale=2)
+    heats, top_p = (0.0, 0.6, 1.7), (split(values, 40, 0.0), 1.0, split(values, 5, 1.7))
+    case = nucleus_case(shuffled(values, 7), temperature=heats, top_p=top_p, top_k=(0, 7))
+    verify_nucleus(case, launched(case, backend))
+    verify_nucleus(case, load("row_nucleus").reference(**case.operands))
 
 
 @backends
@@ -575,11 +583,11 @@ def test_the_reference_of_transfer_is_the_stated_rule(rule: str) -> None:
 def cases(rows: int, vocabulary: int = 300, width: int = 64, dtype: torch.dtype = F32) -> Iterator[Case]:
     """A case of every way through the kernels."""
     x = randn(rows, width, dtype=dtype)
-    yield Case("guide", {"x": x, "uncond": x.clone(), "guidance": torch.tensor([1.0])})
-    yield Case("perturb_score", {"score": randn(rows), "keys": some_keys(rows), "temperature": torch.tensor([0.5])})
+    yield Case("guide", {"x": x, "uncond": x.clone(), "guidance": torch.full((rows,), 1.5)})
+    yield Case("perturb_score", {"score": randn(rows), "keys": some_keys(rows), "temperature": turns(MIXED, rows)})
     for kind in row_score.KINDS:
         yield score_case(rows, kind)
-    for temperature in (0.0, 1.0):
+    for temperature in (0.0, MIXED):
         logits = randn(min(rows, 37), vocabulary, dtype=dtype)
         yield nucleus_case(logits, temperature=temperature, top_p=0.9, top_k=50)
     for rule in transfer.RULES:
@@ -684,8 +692,8 @@ def test_contracts() -> None:
     assert rule.work(**transfer_specs(edit_threshold=PER_SEQUENCE), rule="edit").outputs
     figures = dict.fromkeys(("maximum", "second", "logsumexp", "entropy", "sample_logit"), VECTOR)
     assert contract("row_score").work(**figures, kind="margin").outputs == (VECTOR,)
-    logits, narrow = Spec((ROWS, 9), "bfloat16"), Spec((1,), "int32")
-    nucleus = {"logits": logits, "keys": INDEX, "temperature": SCALAR, "top_p": SCALAR, "top_k": narrow}
+    logits, narrow = Spec((ROWS, 9), "bfloat16"), Spec((ROWS,), "int32")
+    nucleus = {"logits": logits, "keys": INDEX, "temperature": VECTOR, "top_p": VECTOR, "top_k": narrow}
     assert tuple(contract("row_nucleus").work(**nucleus).outputs) == (INDEX, VECTOR, VECTOR, VECTOR)
     for name, specs, attrs, message in (
         (
@@ -721,17 +729,17 @@ def test_contracts() -> None:
             {"kind": "margin"},
             r"operand 'entropy' is .*, expected float32\[rows\]",
         ),
-        ("row_nucleus", nucleus | {"top_k": SCALAR}, {}, r"operand 'top_k' is .*, expected int32\[1\]"),
+        ("row_nucleus", nucleus | {"top_k": VECTOR}, {}, r"operand 'top_k' is .*, expected int32\[rows\]"),
         ("row_nucleus", nucleus | {"keys": VECTOR}, {}, r"operand 'keys' is .*, expected int64\[rows\]"),
         (
             "perturb_score",
-            {"score": VECTOR, "keys": INDEX, "temperature": VECTOR},
+            {"score": VECTOR, "keys": INDEX, "temperature": SCALAR},
             {},
-            r"operand 'temperature' is .*, expected float32\[1\]",
+            r"operand 'temperature' is .*, expected float32\[rows\]",
         ),
         (
             "guide",
-            {"x": logits, "uncond": Spec((ROWS, 8), "bfloat16"), "guidance": SCALAR},
+            {"x": logits, "uncond": Spec((ROWS, 8), "bfloat16"), "guidance": VECTOR},
             {},
             r"operand 'uncond' is .*, expected bfloat16\[rows, 9\]",
         ),
@@ -756,17 +764,17 @@ def selection(g: Graph, head: str = "sample", rule: str = "edit", kind: str = "m
     weight, keys, temperature = (
         g.weight("head", (VOCABULARY, HIDDEN), "float32"),
         vector("keys", "int64"),
-        vector("heat", length=1),
+        vector("heat"),
     )
     score, token = g.output("score", (masked,), "float32"), g.output("token", (masked,), "int64")
     figures = [g.buffer(f"figure{i}", (masked,), "float32") for i in range(3 if head == "nucleus" else 5)]
     argmax = g.buffer("argmax", (masked,), "int64") if head == "sample" else None
     with g.chunk("logits", over=masked, tile=1):
         x, u = g.add_op("copy", rows), g.add_op("copy", other)
-        g.add_op("guide", x, u, vector("guidance", length=1))
+        g.add_op("guide", x, u, vector("guidance"))
         logits = g.add_op("linear", x, weight)
         if head == "nucleus":
-            limits = vector("top_p", length=1), vector("top_k", "int32", length=1)
+            limits = vector("top_p"), vector("top_k", "int32")
             g.add_op("row_nucleus", logits, keys, temperature, *limits, out=(token, *figures))
         else:
             g.add_op("row_sample", logits, keys, temperature, out=(argmax, *figures[:4], token, figures[4]))
@@ -774,7 +782,7 @@ def selection(g: Graph, head: str = "sample", rule: str = "edit", kind: str = "m
         g.add_op("copy", figures[1], out=score)
     else:
         g.add_op("row_score", *figures, keys, out=score, kind=kind)
-    g.add_op("perturb_score", score, keys, vector("score_heat", length=1))
+    g.add_op("perturb_score", score, keys, vector("score_heat"))
     per_sequence = [vector(name, dtype, length=seqs) for name, dtype in (("quota", "int32"), ("threshold", "float32"))]
     edit = vector("edit_threshold", length=seqs) if rule == "edit" else None
     g.add_op(
@@ -800,13 +808,13 @@ def test_a_planned_step_commits_what_is_stated(head: str, chunk: int | None) -> 
         torch.rand(rows, generator=generator) < 0.6, MASK, torch.randint(5, (rows,), generator=generator)
     )
     given: dict[str, Any] = {
-        "rows": hidden, "other": randn(rows, HIDDEN, seed=2), "keys": some_keys(rows), "heat": torch.tensor([0.7]),
-        "guidance": torch.tensor([0.5]), "score_heat": torch.tensor([0.4]), "quota": torch.tensor([3, 1, 0]),
+        "rows": hidden, "other": randn(rows, HIDDEN, seed=2), "keys": some_keys(rows), "heat": turns(MIXED, rows),
+        "guidance": turns((0.5, 2.0), rows), "score_heat": turns((0.4, 0.8), rows), "quota": torch.tensor([3, 1, 0]),
         "threshold": torch.tensor([0.9, 0.1, 0.3]), "edit_threshold": torch.tensor([1.0, 1.0, -2.0]), "current": current,
         "cu_rows": torch.tensor([0, *np.cumsum(lengths)]),
     }  # fmt: skip
     if head == "nucleus":
-        given |= {"top_p": torch.tensor([2.0]), "top_k": torch.tensor([20])}
+        given |= {"top_p": torch.full((rows,), 2.0), "top_k": turns((20, 3), rows, torch.int32)}
     with Workspace() as workspace:
         for pool in ("workspace", "weights"):
             workspace.resize(pool, 1 << 22)
@@ -817,17 +825,18 @@ def test_a_planned_step_commits_what_is_stated(head: str, chunk: int | None) -> 
         executor.run()
         found = {name: t.clone() for name, t in executor.outputs.items()}
     u = given["other"].double()
-    logits = ((u + 1.5 * (hidden.double() - u)) @ weight.double().T).float()
+    scale = 1 + given["guidance"].double()[:, None]
+    logits = ((u + scale * (hidden.double() - u)) @ weight.double().T).float()
     if head == "nucleus":
-        drawn = launched(nucleus_case(logits, temperature=0.7, top_p=2.0, top_k=20), "cpu")
+        drawn = launched(nucleus_case(logits, temperature=MIXED, top_p=2.0, top_k=(20, 3)), "cpu")
         score = drawn["margin"].double()
     else:
-        scores = logits.double() + 0.7 * noise_of(given["keys"], VOCABULARY)
+        scores = logits.double() + given["heat"].double()[:, None] * noise_of(given["keys"], VOCABULARY)
         drawn = {"sample": scores.argmax(1)}
         chance = logits.double().softmax(1).sort(dim=1, descending=True).values
         score = chance[:, 0] - chance[:, 1]
     assert torch.equal(found["token"], drawn["sample"])
-    assert_within(found["score"], score / 0.4 + own_gumbels(given["keys"]), 1e-4)
+    assert_within(found["score"], score / given["score_heat"].double() + own_gumbels(given["keys"]), 1e-4)
     case = Case("transfer", {"token": found["token"], "score": found["score"]}, attrs={"rule": "edit", "mask_id": MASK})
     case.operands |= {name: given[name] for name in ("current", "cu_rows", "quota", "threshold", "edit_threshold")}
     assert (found["chosen"].tolist(), found["committed"].tolist()) == stated(case)

@@ -192,8 +192,9 @@ def requests_of(phase: Phase, source: random.Random, memory: RowTable) -> list[S
             StepRequest(
                 phase=phase, token_ids=ids, start=start, rows=rows, current=ids[rows], keys=rows * 7 + length,
                 sequence=sequence, key_len=start + length + source.randint(0, 20), quota=source.randint(1, 4),
-                threshold=source.random(), edit_threshold=source.random(), temperature=0.5, top_p=0.9, top_k=3,
-                score_temperature=0.25, guidance=1.5, unconditional=63 - ids, logit_rows=rows.flip(0),
+                threshold=source.random(), edit_threshold=source.random(),
+                temperature=source.random(), top_p=source.random(), top_k=source.randrange(5),
+                score_temperature=source.random(), guidance=source.random(), unconditional=63 - ids, logit_rows=rows.flip(0),
                 states={CANVAS: canvas}, values={"entered": torch.tensor([source.randrange(-2, 9) for _ in ids])},
             )
         )  # fmt: skip
@@ -202,7 +203,7 @@ def requests_of(phase: Phase, source: random.Random, memory: RowTable) -> list[S
 
 def expected_inputs(requests: Sequence[StepRequest], shifted: bool) -> dict[str, list[Any]]:
     """All inputs that there may be, one element at a time."""
-    phase = requests[0].phase
+    phase, settings = requests[0].phase, ("temperature", "top_p", "top_k", "score_temperature", "guidance")
     tokens = [list(r.token_ids) for r in requests]
     if phase.guidance:
         tokens += [list(r.unconditional) for r in requests]  # type: ignore[arg-type]
@@ -212,7 +213,7 @@ def expected_inputs(requests: Sequence[StepRequest], shifted: bool) -> dict[str,
         "cu_seqlens": [sum(map(len, tokens[:i])) for i in range(len(tokens) + 1)],
         "rows": [], "unconditional_rows": [], "logit_rows": [], "current": [], "keys": [], "extents": [],
         "cu_extents": [0], "seen": [], "cu_rows": [0], "quota": [], "threshold": [], "edit_threshold": [],
-        "token_rows": [], "decided_rows": [], "entered": [], "entered_rows": [],
+        "token_rows": [], "decided_rows": [], "entered": [], "entered_rows": [], **{name: [] for name in settings},
     }  # fmt: skip
     total, first = sum(r.token_ids.numel() for r in requests), 0
     for r in requests:
@@ -222,6 +223,8 @@ def expected_inputs(requests: Sequence[StepRequest], shifted: bool) -> dict[str,
             found["unconditional_rows"].append(total + first + (max(row - 1, 0) if shifted else row))
             found["current"].append(int(r.token_ids[row]))
             found["keys"].append(row * 7 + r.token_ids.numel())
+            for name in settings:
+                found[name].append(getattr(r, name))
         found["logit_rows"] += [first + row for row in reversed(r.rows.tolist())]
         first += r.token_ids.numel()
         canvas = [row for start, count in r.states[CANVAS].runs() for row in range(start, start + count)]  # type: ignore[attr-defined]
@@ -243,9 +246,7 @@ def expected_inputs(requests: Sequence[StepRequest], shifted: bool) -> dict[str,
         found["cu_rows"] += found["cu_rows"][-1:] * len(requests)
         for name in ("quota", "threshold", "edit_threshold"):
             found[name] += [0] * len(requests)
-    return found | {
-        "temperature": [0.5], "top_p": [0.9], "top_k": [3], "score_temperature": [0.25], "guidance": [1.5],
-    }  # fmt: skip
+    return found
 
 
 @pytest.mark.parametrize("shifted", [False, True])
@@ -276,16 +277,28 @@ def test_random_requests_are_packed_as_one_at_a_time(phase: Phase, shifted: bool
         assert packed.size.extents == len(expected["extents"]) * phase.cached
 
 
+@dataclass(frozen=True, slots=True)
+class Softened(Part):
+    """A number that a step has once."""
+
+    def inputs(self, arch: Any) -> Sequence[Input]:
+        return (Input(name="cap", dtype="float32", per="step"),)
+
+
 def test_requests_of_one_step_share_what_a_step_has_once_and_nothing_else() -> None:
     memory, source = RowTable("kv", extents=True), random.Random(0)
     for phase in PHASES:
-        for request in requests_of(phase, source, memory):
-            for name in ("temperature", "top_p", "top_k", "score_temperature", "guidance"):
-                other = replace(request, **{name: 0})
-                assert group_of(other, LLADA) != group_of(request, LLADA)
-                with pytest.raises(UsageError, match=f"share their {name}, got"):
-                    pack_step([request, other], LLADA)
-            assert group_of(replace(request, threshold=9.0, quota=9), LLADA) == group_of(request, LLADA)
+        for request in requests_of(replace(phase, others=(Softened(),)), source, memory):
+            request = replace(request, values={**request.values, "cap": 30.0})
+            other = replace(request, values={**request.values, "cap": 50.0})
+            assert group_of(other, LLADA) != group_of(request, LLADA)
+            with pytest.raises(UsageError, match=r"share their cap, got 30\.0 and 50\.0"):
+                pack_step([request, other], LLADA)
+            more = dict.fromkeys(("temperature", "top_p", "score_temperature", "guidance", "threshold"), 9.0)
+            other = replace(request, quota=9, top_k=9, **more)
+            assert group_of(other, LLADA) == group_of(request, LLADA)
+            packed = pack_step([request, other], LLADA).inputs["cap"]
+            assert isinstance(packed, Numbers) and packed.parts == (30.0,)
 
 
 @dataclass(frozen=True, slots=True)

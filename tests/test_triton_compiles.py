@@ -157,9 +157,9 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     figures = dict.fromkeys(("maximum", "second", "logsumexp", "entropy", "sample_logit"), logsum)
     for kind in ("confidence", "margin", "entropy", "random", "sequential"):
         yield "row_score", {**figures, "keys": some, "score": logsum, "kind": kind}
-    yield "perturb_score", {"score": logsum, "keys": some, "temperature": empty(1, dtype=wide)}
-    yield "guide", {"x": x, "uncond": x, "guidance": empty(1, dtype=wide)}
-    limits = {"temperature": empty(1, dtype=wide), "top_p": empty(1, dtype=wide), "top_k": empty(1, dtype=torch.int32)}
+    yield "perturb_score", {"score": logsum, "keys": some, "temperature": logsum}
+    yield "guide", {"x": x, "uncond": x, "guidance": logsum}
+    limits = {"temperature": logsum, "top_p": logsum, "top_k": empty(rows, dtype=torch.int32)}
     drawn = {"sample": some, "probability": logsum, "margin": logsum, "entropy": logsum, "keys": some}
     for dtype in (torch.bfloat16, wide) if EVERY else (torch.bfloat16,):
         yield "row_nucleus", {"logits": empty(rows, vocabulary, dtype=dtype), **limits, **drawn}
@@ -241,7 +241,7 @@ def samples() -> Iterator[tuple[str, dict[str, Any], tuple[int, ...]]]:
 
         stats = {name: empty(rows) for name in ("maximum", "second", "logsumexp", "entropy")}
         stats["token"] = empty(rows, dtype=torch.int64)
-        more = {"keys": empty(rows, dtype=torch.int64), "temperature": empty(1), "sample_logit": empty(rows)}
+        more = {"keys": empty(rows, dtype=torch.int64), "temperature": empty(rows), "sample_logit": empty(rows)}
         more["sample"] = empty(rows, dtype=torch.int64)
         x, weight = empty(rows, stride, dtype=dtype)[:, :hidden], empty(vocabulary, hidden, dtype=dtype)
         yield "unembed_stats", {"x": x, "weight": weight, **stats}, cards

@@ -378,7 +378,7 @@ def unembed_rates(bench: Bench, sizes: Sizes, launch_s: float, *, sampled: bool 
         if sampled:
             operands |= {
                 "keys": torch.arange(rows, out=bench.empty(rows, dtype=torch.int64)),
-                "temperature": bench.empty(1, dtype=torch.float32).fill_(1.0),
+                "temperature": bench.empty(rows, dtype=torch.float32).fill_(1.0),
                 "sample": bench.empty(rows, dtype=torch.int64),
                 "sample_logit": bench.empty(rows, dtype=torch.float32),
             }

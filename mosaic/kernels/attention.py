@@ -6,8 +6,6 @@ tiles of key rows under an online softmax in float32 (float64 for float64). Lege
 heads, K KV heads, H size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -18,8 +16,6 @@ from mosaic.kernels.shared.attention import evenly, keys_seen, online_softmax, p
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 from mosaic.registrar.tiles import KEY_ROWS
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(

@@ -3,8 +3,6 @@
 Kernels check nothing. Who launches one goes through `Kernel`, or through a plan that the runtime binds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from importlib import import_module
@@ -16,8 +14,6 @@ from torch import Tensor
 from mosaic.errors import GraphError, RuntimeMemoryError, UsageError
 from mosaic.registrar.operands import Operand, Spec, parse
 from mosaic.registrar.operator import Implementation, Operator
-
-__all__ = ["Kernel", "check", "kernel_of", "launcher_of", "reference_of"]
 
 _NAMES: Final = {getattr(torch, name): name for name in (
     "float64", "int64", "float32", "int32", "int16", "bfloat16", "float16", "int8", "uint8", "bool",

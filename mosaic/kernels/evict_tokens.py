@@ -3,8 +3,6 @@
 Legend: B sequences, K KV heads, P positions of a block, T rows, E rows of the state.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -14,8 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-__all__ = ["NEARLY", "launch", "reference"]
 
 NEARLY: Final = 1 - 2.0**-20
 """What a product is multiplied by before it is rounded up, so that its own rounding adds nothing."""

@@ -6,8 +6,6 @@ FlashBlock, arXiv 2602.05305). Of outputs y_1, y_2 with log-sum-exps s_1, s_2 th
 slots, M rows of a block, N query heads, K KV heads, G heads of a group, H size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 
@@ -19,8 +17,6 @@ from mosaic.kernels.shared.attention import keys_seen, parted, visible
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.extents import kept_tokens, pieces, windows
 from mosaic.kernels.shared.scratch import beginning, tiles_of
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(

@@ -6,8 +6,6 @@ float64). Legend: T rows, R rows of the state, L layers, S keys of all prefixes,
 heads, H size, A rows times heads of a tile.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -20,8 +18,6 @@ from mosaic.kernels.shared.attention import tile_shape
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.extents import kept_tokens, pieces, windows
 from mosaic.kernels.shared.scratch import beginning, tiles_of
-
-__all__ = ["EXTREMES", "Keys", "bind", "launch", "reference", "scores_of", "tiles_of_keys", "voters_of"]
 
 NOTHING: Final = {"mean": 0.0, "max": 0.0, "worst": math.inf}
 """What a row without a vote gives to a key, so that it changes no statistic."""

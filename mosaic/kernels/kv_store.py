@@ -5,15 +5,11 @@ Row r of k is row `row_start + r` of the packed window, a token of the sequence 
 kept. kv overlaps no other operand. Legend: T tokens, R rows, L layers, W width of keys, B sequences, X extents.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.extents import Piece, kept_tokens, pieces, windows
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(

@@ -4,16 +4,12 @@ The logits of 16-bit inputs are kept in float32. Source: LLaDA-MoE's router (sof
 LLaDA2.0's (sigmoid, 1e-20 added to the sum). Legend: C rows, D hidden, E experts, G groups.
 """
 
-from __future__ import annotations
-
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.scratch import tiles_of
-
-__all__ = ["TINY", "launch", "reference"]
 
 TINY: Final = 1e-20
 """Added to the sum of sigmoids before it divides them."""

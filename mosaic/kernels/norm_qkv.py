@@ -4,8 +4,6 @@ Norm and products as in `rms_norm` and `linear`; arrivals stay as they are. Lege
 queries and of keys, A counts.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
@@ -13,8 +11,6 @@ from mosaic.kernels.shared.norm import bind_norm, normalise_reference
 from mosaic.kernels.shared.product import product
 from mosaic.kernels.shared.scratch import carve, dtype_name, tiles_of
 from mosaic.registrar.tiles import norm_tiles
-
-__all__ = ["bind", "bind_rows", "launch", "reference"]
 
 
 def bind(

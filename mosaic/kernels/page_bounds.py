@@ -5,8 +5,6 @@ is multiplied with the largest key, the rest with the least. Float32 inside (flo
 pages, Z sparse layers, M pages, S columns, B sequences, N query heads, K KV heads, H size, A rows times heads of a tile.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby, product
@@ -22,8 +20,6 @@ from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.extents import windows
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 from mosaic.registrar.tiles import KEY_ROWS
-
-__all__ = ["bind", "launch", "reference"]
 
 BEGINNING: Final = {"mean": 0.0, "max": -math.inf, "worst": math.inf}
 """A statistic of no rows."""

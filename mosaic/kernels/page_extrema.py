@@ -4,8 +4,6 @@ Which pages are written where, the contract says (`mosaic.registrar.operators.pa
 of keys, L layers, B sequences, X extents, M pages, E rows of pages, Z sparse layers, K KV heads, H size.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch
@@ -14,8 +12,6 @@ from torch import Tensor
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.extents import kept_tokens, pieces
 from mosaic.kernels.shared.scratch import tiles_of
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(

@@ -3,29 +3,25 @@
 Source: Kool et al. 2019. Legend: M rows.
 """
 
-from __future__ import annotations
-
+import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.sampling import fill_gumbels, gumbels
 from mosaic.kernels.shared.scratch import tiles_of
 
-__all__ = ["launch", "reference"]
-
 
 def launch(*, score: Tensor, keys: Tensor, temperature: Tensor, scratch: Tensor | None = None) -> None:
     """Perturb score [M] in place."""
-    noise, *numbers = tiles_of("perturb_score", scratch, {"score": score})
-    if float(temperature) <= 0.0:
-        return
-    score.div_(temperature)
-    for start in range(0, score.shape[0], noise.shape[0]):
-        part = score[start : start + noise.shape[0]]
-        mine = noise[: part.shape[0]]
-        fill_gumbels(mine, keys[start : start + noise.shape[0]], numbers)
-        part.add_(mine)
+    noise, divided, warm, *numbers = tiles_of("perturb_score", scratch, {"score": score})
+    step = noise.shape[0]
+    for start in range(0, score.shape[0], step):
+        part, heat = score[start : start + step], temperature[start : start + step]
+        mine, perturbed, drawn = (tile[: part.shape[0]] for tile in (noise, divided, warm))
+        fill_gumbels(mine, keys[start : start + step], numbers)
+        torch.div(part, heat, out=perturbed).add_(mine)
+        torch.where(drawn.copy_(heat), perturbed, part, out=part)
 
 
 def reference(*, score: Tensor, keys: Tensor, temperature: Tensor) -> Tensor:
     """Return the perturbed scores in plain PyTorch; the noise is float32, whatever the dtype."""
-    return score / temperature + gumbels(keys).to(score.dtype) if float(temperature) > 0 else score.clone()
+    return torch.where(temperature > 0, score / temperature + gumbels(keys).to(score.dtype), score)

@@ -5,8 +5,6 @@ It is `kv_attention`, which keeps beside the results what they were divided by
 T query rows, R rows, L layers, B sequences, X extents, N query heads, K KV heads, H size.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -16,8 +14,6 @@ from mosaic.kernels import kv_attention
 from mosaic.kernels.shared.attention import visible
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.extents import kept_tokens, pieces, windows
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(*, q: Tensor, y: Tensor, logsumexp: Tensor, scratch: Tensor | None = None, **given: Any) -> Run:

@@ -5,8 +5,6 @@ The formula is that of the contract (`mosaic.registrar.operators.prefix_logsumex
 size, A rows times heads of a tile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,8 +15,6 @@ from mosaic.kernels.shared.attention import tile_shape
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.extents import kept_tokens, pieces, windows
 from mosaic.kernels.shared.scratch import beginning, tiles_of
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(

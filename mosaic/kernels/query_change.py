@@ -4,8 +4,6 @@ What is kept and what is compared, the contract says (`mosaic.registrar.operator
 in float32 (float64 for float64). Legend: T query rows, C columns, E owners, M rows of a block, B sequences.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch
@@ -13,8 +11,6 @@ from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.scratch import tiles_of
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(

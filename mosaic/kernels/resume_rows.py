@@ -3,14 +3,10 @@
 Outputs overlap no operand. Legend: S numbers of tokens, C rows kept, T tokens, M rows asked for, D rows decided, B sequences.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch
 from torch import Tensor
-
-__all__ = ["launch", "reference"]
 
 
 def launch(

@@ -6,15 +6,11 @@ of R, cosines and sines times `factor`.
 Source: Su et al. 2021, "RoFormer". Legend: T rows, N heads, H head size, R rotated columns of a head, h = R/2, S sequences.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.scratch import tiles_of
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(

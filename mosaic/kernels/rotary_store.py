@@ -3,15 +3,11 @@
 Row r of q is row `row_start + r` of the packed window. Legend: T tokens, N query heads, H head size, W width of keys.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mosaic.kernels import head_norm, kv_store, rotary
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.scratch import tiles_of
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(

@@ -11,8 +11,6 @@ Masses are added in float64 here and in float32 on a GPU, in other orders: a tok
 of the sum, about 1e-6, may be kept by one and not by the other.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,8 +18,6 @@ from torch import Tensor
 from mosaic.kernels.shared.order import fill_order, indices_of
 from mosaic.kernels.shared.sampling import exponentials, fill_exponentials
 from mosaic.kernels.shared.scratch import tiles_of
-
-__all__ = ["launch", "reference"]
 
 _LOWEST = torch.finfo(torch.float32).min
 
@@ -39,12 +35,12 @@ def launch(
     entropy: Tensor,
     scratch: Tensor | None = None,
 ) -> None:
-    """Write the samples and the figures of the rows of logits [C, V]; the three settings are read on the host."""
+    """Write the samples and the figures of the rows of logits [C, V]; their settings are read on the host."""
     tiles = tiles_of("row_nucleus", scratch, {"logits": logits})
-    settings = float(temperature), float(top_p), int(top_k)
+    settings = zip(temperature.tolist(), top_p.tolist(), top_k.tolist(), strict=True)
     outputs = [output.numpy() for output in (sample, probability, margin, entropy)]
-    for row in range(logits.shape[0]):
-        results = _nucleus(logits[row], keys[row : row + 1], settings, tiles)
+    for row, own in enumerate(settings):
+        results = _nucleus(logits[row], keys[row : row + 1], own, tiles)
         for output, result in zip(outputs, results, strict=True):
             output[row] = result
 
@@ -94,19 +90,19 @@ def _nucleus(
 
 def reference(*, logits: Tensor, keys: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor) -> dict[str, Tensor]:
     """Return the samples and the figures from whole sorted rows, in plain PyTorch; E is float32, whatever the dtype."""
-    heat, vocabulary = float(temperature), logits.shape[1]
+    heat, limit, few, vocabulary = temperature[:, None], top_p[:, None], top_k[:, None], logits.shape[1]
     ordered, columns = torch.sort(logits, dim=1, descending=True, stable=True)
-    chance = torch.softmax(ordered / heat if heat > 0 else ordered, dim=1)
+    chance = torch.softmax(ordered / torch.where(heat > 0, heat, 1.0), dim=1)
     before = chance.cumsum(dim=1) - chance
-    kept = (before <= max(float(top_p), 0.0)) | (float(top_p) >= 1.0)
-    kept &= torch.arange(vocabulary) < (int(top_k) if int(top_k) > 0 else vocabulary)
+    kept = (before <= limit.clamp(min=0.0)) | (limit >= 1.0)
+    kept &= (torch.arange(vocabulary) < few) | (few <= 0)
     kept[:, 0] = True
     chance = torch.where(kept, chance, 0.0)
     chance /= chance.sum(dim=1, keepdim=True)
     in_place = torch.zeros_like(chance).scatter(1, columns, chance)
     score = logits - heat * exponentials(keys, vocabulary).to(logits.dtype).log()
     score.masked_fill_(~torch.zeros_like(kept).scatter(1, columns, kept), float("-inf"))
-    sample = score.argmax(dim=1) if heat > 0 else columns[:, 0]
+    sample = torch.where(temperature > 0, score.argmax(dim=1), columns[:, 0])
     second = chance[:, 1] if vocabulary > 1 else torch.zeros_like(chance[:, 0])
     return {
         "sample": sample,

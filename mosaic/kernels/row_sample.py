@@ -1,10 +1,8 @@
 """row_sample: the statistics of row_stats, and a token of each row drawn from softmax(logits / temperature).
 
-A sample is a function of its row's logits, its key and the temperature: never of chunks, tiles or where the row stands.
+A sample is a function of its row's logits, key and temperature: never of chunks, tiles or where the row stands.
 Legend: C rows, V vocabulary.
 """
-
-from __future__ import annotations
 
 from functools import partial
 
@@ -15,8 +13,6 @@ from mosaic.kernels.row_stats import take_in
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.sampling import exponentials
 from mosaic.kernels.shared.statistics import RowStatistics, statistics_reference
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(
@@ -46,7 +42,7 @@ launch = launcher(bind)
 
 def reference(*, logits: Tensor, keys: Tensor, temperature: Tensor) -> dict[str, Tensor]:
     """Return the statistics and the samples in plain PyTorch; E is float32, whatever the dtype."""
-    score = logits - temperature * exponentials(keys, logits.shape[1]).to(logits.dtype).log()
+    score = logits - temperature[:, None] * exponentials(keys, logits.shape[1]).to(logits.dtype).log()
     order = torch.arange(logits.shape[1])
     sample = torch.where(score == score.amax(dim=1)[:, None], order, logits.shape[1]).amin(dim=1)
     sample_logit = logits.gather(1, sample[:, None])[:, 0]

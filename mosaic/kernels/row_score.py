@@ -3,8 +3,6 @@
 score overlaps no operand. Legend: M rows.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch
@@ -13,8 +11,6 @@ from torch import Tensor
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.sampling import fill_uniforms, uniforms
 from mosaic.kernels.shared.scratch import tiles_of
-
-__all__ = ["KINDS", "bind", "launch", "reference"]
 
 KINDS: Final = ("confidence", "margin", "entropy", "random", "sequential")
 

@@ -3,8 +3,6 @@
 The logits are read only. Legend: C rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -13,8 +11,6 @@ from torch import Tensor
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 from mosaic.kernels.shared.statistics import RowStatistics, statistics_reference
-
-__all__ = ["bind", "launch", "reference", "take_in"]
 
 
 def bind(

@@ -6,8 +6,6 @@ into tiles; online softmax in float32 (float64 for float64). Legend: T query row
 X extents, E rows of selections, N query heads, K KV heads, H size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby, product
 
@@ -22,8 +20,6 @@ from mosaic.kernels.shared.extents import Piece, kept_tokens, pieces, windows
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 from mosaic.registrar.operators.top_keys import numbers_of
 from mosaic.registrar.tiles import KEY_ROWS
-
-__all__ = ["bind", "launch", "reference"]
 
 Kept = Sequence[tuple[Piece, Tensor]]
 """Pieces of a sequence, and the keys and values [2, S, H] of one head in each."""

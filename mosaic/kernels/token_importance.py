@@ -5,8 +5,6 @@ float32 (float64 for float64). Legend: T rows, R rows of the state, L layers, B 
 heads, H size, P positions of a block, A rows times heads of a tile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -17,8 +15,6 @@ from mosaic.kernels.key_mass import scores_of
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.extents import Piece, kept_tokens, pieces
 from mosaic.kernels.shared.scratch import beginning, tiles_of
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(

@@ -5,8 +5,6 @@ The pages of one sequence and set are sorted in the plan's own memory. Legend: S
 numbers of a row.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,8 +14,6 @@ from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.order import fill_order, indices_of
 from mosaic.kernels.shared.scratch import tiles_of
 from mosaic.registrar.operators.top_keys import keys_of, numbers_of
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(

@@ -6,8 +6,6 @@ lower row), the first few; they differ in how many. Outputs overlap no operand. 
 The order is sorted in the plan's own memory (`_order`), and thresholds are counted in it by binary search.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Final
@@ -19,8 +17,6 @@ from torch import Tensor
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.order import Order, above, at_least, fill_order, indices_of
 from mosaic.kernels.shared.scratch import tiles_of
-
-__all__ = ["RULES", "bind", "launch", "reference"]
 
 _NEVER: Final = 2**63 - 1
 """Sorts behind every candidate."""

@@ -3,16 +3,12 @@
 Tiles as in unembed_stats. Legend: C rows, D hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mosaic.kernels import row_sample
 from mosaic.kernels.shared.statistics import RowStatistics
 from mosaic.kernels.unembed_stats import multiply_in
 from mosaic.registrar.tiles import SAMPLE_TILES
-
-__all__ = ["launch", "reference"]
 
 
 def launch(

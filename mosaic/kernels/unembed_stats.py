@@ -4,8 +4,6 @@ Vocabulary tiles outside, row tiles inside: the weight is read once, logits exis
 dtype. Legend: C rows, D hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -13,8 +11,6 @@ from torch import Tensor
 
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 from mosaic.kernels.shared.statistics import RowStatistics, statistics_reference
-
-__all__ = ["launch", "multiply_in", "reference"]
 
 
 def launch(

@@ -4,13 +4,9 @@ Rows that are taken are distinct; those outside the canvas are left out. canvas 
 the state, C rows that are written.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(

@@ -26,7 +26,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 KEYS: Final = HUGGINGFACE.extended(
     "intermediate_size",
-    # the model has biases on q, k and v whatever this says
+    # the model has biases on q, k and v whatever the config says
     harmless="attention_bias",
 )
 

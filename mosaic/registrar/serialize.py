@@ -1,4 +1,4 @@
-"""A graph as JSON and back. Symbolic sizes travel as lists of terms, so nothing read is ever evaluated as code."""
+"""A graph as JSON and back. Symbolic sizes are lists of terms, so nothing that is read is evaluated as code."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def from_json(text: str, *, operators: Mapping[str, Operator] | None = None) -> 
     Parameters
     ----------
     operators
-        Operators that Mosaic does not ship, by name. One that is not given comes back without rules and implementations.
+        Operators that Mosaic does not ship, by name. An operator that is not given has no rules and implementations.
 
     Raises
     ------
     GraphError
-        Not a graph, of another schema, or damaged.
+        If the text is no graph, of another schema, or damaged.
     """
     try:
         plain = json.loads(text)

@@ -1,4 +1,4 @@
-"""Where registering code stands, for messages."""
+"""The source line of registering code, for messages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Requests of one phase laid one after another: the inputs of the step that serves them all.
+"""Requests of one phase packed into one step: the step's inputs.
 
-What there is to fill, the phase's parts declare (`mosaic.models.inputs`); nothing here knows an input by name.
+The phase's parts declare the inputs (`mosaic.models.inputs`); this module knows no input by name.
 """
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, Self
+from itertools import accumulate, chain, repeat
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.runtime.frequencies import inverse_frequencies
 from mosaic.runtime.numbers import Numbers
-from mosaic.runtime.steps import SETTINGS, StepRequest
+from mosaic.runtime.steps import StepRequest
 
 if TYPE_CHECKING:
     from mosaic.planner.plan_records import PlanRecords
@@ -36,15 +35,12 @@ if TYPE_CHECKING:
 __all__ = ["PackedStep", "group_of", "pack_step"]
 
 
-_SETTINGS_OF: Final = attrgetter("phase", *SETTINGS)
-
-
 @dataclass(frozen=True, kw_only=True)
 class PackedStep:
     """One step over several requests, or of a program: its size, and its inputs by name.
 
-    Tensors are on the host, or where the requests have them. Inputs of rows and keys may be shorter than the plan's, which
-    are rounded up.
+    Tensors are on the host, or where the requests have them. Inputs of rows and keys may be shorter than the plan's,
+    whose sizes are rounded up.
     """
 
     size: SizedStep
@@ -52,16 +48,16 @@ class PackedStep:
 
     @cached_property
     def key(self) -> Hashable:
-        """The key of its size: a step that is launched again and again asks for it each time."""
+        """The key of its size, cached: a step that is launched repeatedly asks for it each time."""
         return self.size.key
 
     @cached_property
     def buckets(self) -> tuple[int, ...]:
-        """Of a step that is cut, the numbers of rows that its second graph is planned for, ascending."""
+        """For a cut step, the row counts that its second graph is planned for, ascending."""
         return self.size.buckets
 
     def graph(self, kept: int = 0) -> Self:
-        """Return the first graph of a step of two, or the second for `kept` rows, each with all inputs; the same one each time."""
+        """Return the first graph of a two-graph step, or the second for `kept` rows, with all inputs; cached."""
         if kept not in self._graphs:
             self._graphs[kept] = replace(self, size=self.size.graph(kept))
         return self._graphs[kept]
@@ -71,7 +67,7 @@ class PackedStep:
         return {}
 
     def check(self, records: PlanRecords, held: HeldValues) -> None:
-        """Make sure that what the step reads of the step before is there, before anything changes."""
+        """Make sure that values that the step reads of the last step exist, before anything changes."""
         if self.size.follows:
             held.require(self.size.name, records)
 
@@ -80,11 +76,11 @@ class PackedStep:
         executor.write(self._taken_by(executor))
 
     def prepare(self, executor: Executor) -> None:
-        """Write what a device's inputs are copied from, as far as that is."""
+        """Write the pinned image of the inputs that the device copies from."""
         executor.prepare(self._taken_by(executor))
 
     def _taken_by(self, executor: Executor) -> Mapping[str, Tensor | Numbers]:
-        """What a graph takes of the inputs; the same mapping whenever it is asked for."""
+        """The inputs of a graph; the same mapping every time."""
         if self.size.takes_all:
             return self.inputs
         names = executor.inputs
@@ -98,26 +94,26 @@ class PackedStep:
 
 
 def group_of(request: StepRequest, arch: Architecture) -> Hashable:
-    """Give what requests of one step have in common: their phase, and the values that a step has once."""
+    """Give the part that the requests of a step have in common: their phase, and the values that a step has once."""
     return _shared(request, _once(request.phase.inputs(arch)))
 
 
 def pack_step(
     requests: Sequence[StepRequest], arch: Architecture, *, states: Mapping[State, int] | None = None
 ) -> PackedStep:
-    """Lay the requests one after another; of a guided phase, all of them, then all of them without their prompts.
+    """Pack the requests; for a guided phase, all requests, then a copy of each without its prompt.
 
     Parameters
     ----------
     arch
-        The model's.
+        The model's architecture.
     states
         Rows of each state, of all owners together.
 
     Raises
     ------
     UsageError
-        If they differ in what a step has once, or in what its phase needs of each.
+        If the requests differ in a value that a step has once, or lack a value that the phase needs.
     """
     if not requests:
         raise UsageError("a step needs at least one request.")
@@ -143,7 +139,7 @@ def _require_shared(requests: Sequence[StepRequest], declared: Sequence[Input]) 
     mine = _shared(first, once)
     for request in others:
         if (own := _shared(request, once)) != mine:
-            names = ("phase", *SETTINGS, *[entry.name for entry in once])
+            names = ("phase", *[entry.name for entry in once])
             name, value, other = next(found for found in zip(names, mine, own, strict=True) if found[1] != found[2])
             raise UsageError(
                 f"requests of one step share their {name}, got {value} and {other}; run them in steps of their own."
@@ -155,8 +151,8 @@ def _once(declared: Sequence[Input]) -> list[Input]:
 
 
 def _shared(request: StepRequest, once: Sequence[Input]) -> tuple[Any, ...]:
-    """What a step has once: its phase, settings, and these inputs."""
-    return (*_SETTINGS_OF(request), *[entry.of(request) for entry in once])
+    """What a step has once: its phase, and these inputs."""
+    return (request.phase, *[entry.of(request) for entry in once])
 
 
 def _lengths(request: StepRequest) -> tuple[int, ...]:
@@ -174,7 +170,7 @@ def _size(phase: Phase, requests: Sequence[StepRequest], rows: int, states: Mapp
 
 
 def _windows(phase: Phase, requests: Sequence[StepRequest]) -> list[Window]:
-    """The windows in the order in which they are packed: all requests', then all copies."""
+    """The windows in packed order: those of all requests, then those of all copies."""
     found: list[Window] = []
     of_requests = [phase.windows(request) for request in requests]
     for copy in range(phase.copies):
@@ -186,7 +182,7 @@ def _windows(phase: Phase, requests: Sequence[StepRequest]) -> list[Window]:
 
 
 def _packed(entry: Input, requests: Sequence[StepRequest], windows: Sequence[Window]) -> Tensor | Numbers:
-    """The values of one input, in its dtype where they are made here."""
+    """The values of one input, in its dtype if they are made here."""
     if entry.per == "step":
         return Numbers((entry.of(requests[0]),), entry.dtype)
     if entry.joint:
@@ -202,7 +198,12 @@ def _packed(entry: Input, requests: Sequence[StepRequest], windows: Sequence[Win
         return Numbers(tuple(numbers), entry.dtype, entry.width)
     if entry.per in ("row", "logit_row"):
         values = [entry.of(request) for request in requests]
-        return _of_step(entry, requests, values) if entry.index else _joined(values)
+        if entry.index:
+            return _of_step(entry, requests, values)
+        counts = [request.rows.numel() for request in requests]
+        if not any(isinstance(value, Tensor) for value in values):
+            return Numbers(tuple(chain.from_iterable(map(repeat, values, counts))), entry.dtype)
+        return _joined([_values(value, count, entry.dtype) for value, count in zip(values, counts, strict=True)])
     found = entry.of_all(windows)
     if all(isinstance(part, range | tuple) for part in found):
         ranges = [(part,) if isinstance(part, range) else part for part in found]
@@ -212,7 +213,7 @@ def _packed(entry: Input, requests: Sequence[StepRequest], windows: Sequence[Win
 
 
 def _of_step(entry: Input, requests: Sequence[StepRequest], values: Sequence[Tensor]) -> Tensor:
-    """Numbers of requests' tokens as numbers of the step's tokens, or of those of its copy."""
+    """Convert row numbers of requests to row numbers of the step, or of its copies."""
     tokens, counts = [request.token_ids.numel() for request in requests], [rows.numel() for rows in values]
     found = _joined(values)
     rows = found.cpu().numpy()
@@ -227,7 +228,7 @@ def _of_step(entry: Input, requests: Sequence[StepRequest], values: Sequence[Ten
 
 
 def _values(found: Any, count: int, dtype: str) -> Tensor:
-    """A tensor as it is, ranges of numbers, or one number `count` times."""
+    """Return a tensor unchanged, ranges of numbers, or one number `count` times."""
     if isinstance(found, Tensor):
         return found
     if isinstance(found, range | tuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from numpy.typing import NDArray
 from torch import Tensor
@@ -19,11 +19,7 @@ if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
     from mosaic.runtime.sharing import SharedSizes
 
-__all__ = ["SETTINGS", "Outcome", "StateRows", "StepRequest", "StepResult", "StepRunner"]
-
-
-SETTINGS: Final = ("temperature", "top_p", "top_k", "score_temperature", "guidance")
-"""Fields of a request that a step has once."""
+__all__ = ["Outcome", "StateRows", "StepRequest", "StepResult", "StepRunner"]
 
 
 class StateRows(Protocol):
@@ -66,7 +62,7 @@ class StepRequest:
     keys
         int64 [M], random keys of the rows, for phases that are `noisy`.
     temperature, top_p, top_k, score_temperature, guidance
-        Of the sampling; the same for all requests of a step. 0 is off, and so is top_p 1.
+        Of the sampling, for all of its rows. 0 is off, and so is top_p 1.
     unconditional
         int64 [T], the window with the prompt masked, for phases with guidance.
     lengths

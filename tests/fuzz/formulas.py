@@ -17,7 +17,7 @@ UPDATES: Final[Mapping[str, str]] = {
 }  # fmt: skip
 """The operand that an op overwrites."""
 WHOLE: Final[Mapping[str, frozenset[str]]] = {
-    "attention": frozenset({"k", "v"}), "gather_rows": frozenset({"x"}), "guide": frozenset({"guidance"}),
+    "attention": frozenset({"k", "v"}), "gather_rows": frozenset({"x"}),
     "split_linear_add": frozenset({"arrivals"}), "kv_store": frozenset({"kv", "extents", "cu_extents", "cu_seqlens"}),
     "kv_attention": frozenset({"kv", "extents", "cu_extents", "seen", "cu_seqlens"}),
     "selected_attention": frozenset(
@@ -103,7 +103,7 @@ def rotary(x: Tensor, positions: Tensor, inv_freq: Tensor, *, head_size: int) ->
 
 
 def guide(x: Tensor, uncond: Tensor, guidance: Tensor) -> tuple[Tensor]:
-    return (uncond + (guidance.double() + 1) * (x - uncond),)
+    return (uncond + (guidance.double()[:, None] + 1) * (x - uncond),)
 
 
 def attention(

@@ -170,7 +170,7 @@ def guide(scope: Scope) -> bool:
     other = x and scope.matrix(lambda v: v.shape == x.shape and v is not x)
     if x is None or other is None:
         return False
-    scope.call("guide", x, other, scope.declare("g", "input", (1,), "float32", "normal"), updates=x)
+    scope.call("guide", x, other, scope.declare("g", "input", (x.rows,), "float32", "normal"), updates=x)
     return True
 
 

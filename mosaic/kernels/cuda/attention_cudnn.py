@@ -7,8 +7,6 @@ heads of 128; the first graph takes about a second, each further one 0.04 s. Leg
 heads, H head size.
 """
 
-from __future__ import annotations
-
 import importlib
 from functools import cache, lru_cache
 from types import ModuleType
@@ -19,8 +17,6 @@ from torch import Tensor
 
 from mosaic.errors import GraphError, MissingExtra, RuntimeMemoryError
 from mosaic.registrar.operators.attention import CUDNN_WORKSPACE_BYTES
-
-__all__ = ["Availability", "available", "captured_plan_of", "handle_of", "launch", "library", "plan_of"]
 
 GRAPHS: Final = 128
 """Graphs kept: a step needs one per shape of a launch, two or three."""

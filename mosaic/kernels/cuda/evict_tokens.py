@@ -6,8 +6,6 @@ more writes what is nobody's. Scratch: whether a row is kept, and how many a seq
 Legend: B sequences, K KV heads, P positions of a block, T rows, E rows of the state.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch
@@ -17,8 +15,6 @@ from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.evict_tokens import NEARLY
 from mosaic.registrar.operators.evict_tokens import HISTORIES
-
-__all__ = ["launch"]
 
 # Untuned defaults: rows of a tile that are written, sequences that are added up at once.
 ROWS: Final = 64

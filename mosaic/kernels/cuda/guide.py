@@ -3,15 +3,11 @@
 x and uncond do not overlap. Legend: C rows, D hidden.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
-
-__all__ = ["launch"]
 
 # Untuned defaults: 16 elements a thread.
 COLUMNS: Final = 2048
@@ -26,7 +22,7 @@ def guide_kernel(x, uncond, guidance, x_stride, uncond_stride, columns, BLOCK: t
     place = x + row * x_stride + column
     given = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     other = tl.load(uncond + row * uncond_stride + column, mask=mask, other=0.0).to(tl.float32)
-    guided = other + (tl.load(guidance) + 1.0) * (given - other)
+    guided = other + (tl.load(guidance + row) + 1.0) * (given - other)
     tl.store(place, guided.to(x.dtype.element_ty), mask=mask)
 
 

@@ -6,15 +6,11 @@ of a layer of SDAR-8B took 136 us there for 64 rows where cuBLAS took 131, 209 f
 where it took 988. Legend: T rows, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import TensorDescriptor, Tile, has_descriptors, tile_for, tl, triton
-
-__all__ = ["launch", "launch_add"]
 
 # Rows and outputs up to which a tile is taken, where loads go by descriptor: the fastest of the H200 at the measured sizes.
 DESCRIPTOR_TILES: Final = (

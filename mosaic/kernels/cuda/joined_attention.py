@@ -5,8 +5,6 @@ exponential whose exponent is the log-sum-exp. A block's own keys are few, so no
 rows, L layers, B sequences, X extents, E and S rows of states, Z slots, M rows of a block, N query heads, K KV heads, H size.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 
@@ -15,8 +13,6 @@ from torch import Tensor
 from mosaic.kernels.cuda.kv_attention import attend_tile, cut_of
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
-
-__all__ = ["launch", "launch_invariant"]
 
 
 @triton.jit(do_not_specialize=["rows", "sequences", "layer", "slot"])

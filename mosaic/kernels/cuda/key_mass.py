@@ -7,8 +7,6 @@ programs start depends on shapes, so a captured launch serves other lengths. Leg
 keys of all prefixes, B sequences, X extents, N query heads, K KV heads, H size.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping
@@ -21,8 +19,6 @@ from mosaic.kernels.cuda.kv_attention import WIDEST
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, processors, since, tl, triton
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES
 from mosaic.kernels.cuda.shared.voting import tile_of_voters, votes_of
-
-__all__ = ["launch", "launch_invariant"]
 
 RUNS: Final = 2
 """Runs of keys for each multiprocessor: over 131,008 keys 77 us with 2, 132 with 1 and 80 with 4 (H200, see HOPPER)."""

@@ -5,16 +5,12 @@ Row r of k is row `row_start + r` of the packed window, a token of the sequence 
 kept. kv overlaps no other operand. Legend: T tokens, R rows, L layers, W width of keys, B sequences, X extents.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES
-
-__all__ = ["SEQUENCES", "launch", "place_of"]
 
 # Untuned defaults: 8 elements of k and of v a thread.
 COLUMNS: Final = 1024

@@ -5,8 +5,6 @@ LLaDA-MoE's router (softmax, normalize off), Qwen3-MoE's (either), LLaDA2.0's (s
 rows, D hidden, E experts, G groups.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
@@ -22,8 +20,6 @@ from mosaic.kernels.cuda.shared.launching import (
 )
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.moe_route import TINY
-
-__all__ = ["launch"]
 
 # Tiles of the product, rows, experts and hidden, by item size. One for any rows: another `inner` adds up in another order,
 # so a row's scores would depend on how many others there are. On an H200 (256 experts of 8 groups, hidden 2,048,

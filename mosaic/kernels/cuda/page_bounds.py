@@ -7,8 +7,6 @@ of them. So no matrix is larger than a tile, and a sequence's bounds depend on n
 pages, Z sparse layers, M pages, S columns, B sequences, N query heads, K KV heads, H size.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
@@ -17,8 +15,6 @@ from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, 
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
 from mosaic.kernels.cuda.shared.voting import tile_of_voters, votes_of
-
-__all__ = ["launch"]
 
 # Untuned defaults.
 ROWS: Final = 16

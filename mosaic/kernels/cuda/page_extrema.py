@@ -5,16 +5,12 @@ these are more. Legend: R rows of keys, L layers, B sequences, X extents, M page
 heads, H size.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES
-
-__all__ = ["launch"]
 
 # Untuned defaults.
 KEYS: Final = 16

@@ -4,16 +4,12 @@ These are the kernels of `kv_attention`: whatever writes a row of y has its maxi
 too. Legend: T query rows, R rows, L layers, B sequences, X extents, N query heads, K KV heads, H size.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from mosaic.kernels.cuda import kv_attention
-
-__all__ = ["launch", "launch_invariant"]
 
 
 def launch(*, q: Tensor, y: Tensor, logsumexp: Tensor, scratch: Tensor | None = None, **given: Any) -> None:

@@ -6,8 +6,6 @@ programs start depends on shapes, so a captured launch serves other lengths. Leg
 sequences, X extents, N query heads, K KV heads, H size.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from functools import partial
@@ -20,8 +18,6 @@ from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, 
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile, share_of
 from mosaic.registrar.operators.prefix_logsumexp import SPLIT_KEYS, SPLITS
-
-__all__ = ["launch", "launch_invariant"]
 
 JOINED: Final = 64
 """Log-sum-exps that a program joins the splits of."""

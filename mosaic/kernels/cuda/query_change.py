@@ -4,8 +4,6 @@ A program a row leaves its two sums in scratch, or writes the row where it is ne
 rows. So a change depends on no other sequence. Legend: T query rows, C columns, E owners, M rows of a block, B sequences.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
@@ -13,8 +11,6 @@ from torch import Tensor
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
-
-__all__ = ["launch"]
 
 # Untuned defaults.
 COLUMNS: Final = 2048

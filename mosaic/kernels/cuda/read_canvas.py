@@ -3,15 +3,11 @@
 Legend: R rows of the state, C rows that are read.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
-
-__all__ = ["launch"]
 
 ROWS: Final = 128  # untuned default
 

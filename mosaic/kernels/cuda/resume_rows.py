@@ -6,8 +6,6 @@ Scratch: a count per sequence. Nothing is read on the host. Legend: S numbers of
 for, D rows decided, B sequences.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch
@@ -15,8 +13,6 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
-
-__all__ = ["launch"]
 
 # Untuned defaults: rows asked for and rows kept of a tile, elements that are copied, sequences that are added up at once.
 ROWS: Final = 32

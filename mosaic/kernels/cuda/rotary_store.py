@@ -4,8 +4,6 @@ One program a row and group of heads, of queries or of keys with their values. L
 width of keys, R rotated columns of a head.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
@@ -13,8 +11,6 @@ from torch import Tensor
 from mosaic.kernels.cuda.kv_store import place_of
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES
-
-__all__ = ["launch"]
 
 # Untuned defaults: 8 elements a thread, and as many of those that they turn with.
 ELEMENTS: Final = 1024

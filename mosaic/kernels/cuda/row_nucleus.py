@@ -6,8 +6,6 @@ are off), and of the tokens that tie with it the lowest ids are kept. Legend: C 
 program.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch
@@ -18,8 +16,6 @@ from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.kernels.cuda.shared.order import rank
 from mosaic.kernels.cuda.shared.sampling import BLOCK, RUN, STRIDE, group_numbers, random_words
 from mosaic.kernels.cuda.shared.statistics import LAST
-
-__all__ = ["launch"]
 
 # Untuned defaults.
 WARPS: Final = 8
@@ -109,7 +105,7 @@ def row_nucleus_kernel(
 ):
     program = tl.program_id(0).to(tl.int64)
     row = logits + program * stride
-    heat = tl.load(temperature)
+    heat = tl.load(temperature + program)
     scale = _LOG2E / tl.where(heat > 0.0, heat, 1.0)
     # of each place in a tile: the largest logit and the first column that has it
     best = tl.full([TILE], float("-inf"), tl.float32)
@@ -123,8 +119,8 @@ def row_nucleus_kernel(
     first = tl.min(tl.where(best == most, at, LAST), 0)
     first = tl.where(first < columns, first, 0)  # a row of -inf has none
     top = tl.maximum(most, -1e38)
-    limit = tl.load(top_p)
-    few = tl.load(top_k)
+    limit = tl.load(top_p + program)
+    few = tl.load(top_k + program)
     few = tl.where(few > 0, few, LAST)
     none = (
         (few * 0).to(tl.int64) + (_LOWEST >> SHIFT) - 1

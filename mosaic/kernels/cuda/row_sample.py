@@ -1,15 +1,11 @@
 """row_sample on CUDA: the statistics of row_stats, and a token of each row drawn from softmax(logits / temperature).
 
-The kernel is that of row_stats; the temperature is read on the device. Legend: C rows, V vocabulary.
+The kernel is that of row_stats; temperatures are read on the device. Legend: C rows, V vocabulary.
 """
-
-from __future__ import annotations
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.row_stats import launch_rows
-
-__all__ = ["launch"]
 
 
 def launch(

@@ -1,11 +1,9 @@
 """row_stats on CUDA: what a sampler needs of each row of logits, in one pass over the vocabulary.
 
 The logits are read only. One program a row, no scratch; a thread keeps the state of the columns that it reads, so that
-threads meet once a row, not once a tile. Legend: C rows, V vocabulary, L lanes (threads) of a program, W columns that one
-load of a lane brings.
+threads meet once a row, not once a tile. A lane reads of a tile what is a group of random numbers, whether any are drawn or not:
+the statistics are the same to the bit. Legend: C rows, V vocabulary, L lanes (threads) of a program, W columns of a run.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
@@ -23,14 +21,9 @@ from mosaic.kernels.cuda.shared.sampling import (
     random_words,
 )
 from mosaic.kernels.cuda.shared.statistics import LAST, exponentials, finish, rebase
-from mosaic.registrar.tiles import GROUP_RUN
-
-__all__ = ["launch", "launch_rows"]
-
 
 WARPS: Final = 16
 """Whatever the number of rows is: a row's sums are added up in an order that depends on it. Eight were no faster on an H200."""
-LOAD_BYTES: Final = 16
 AGAIN: Final = 16
 """Tiles of a lane that are looked at once more at a time."""
 
@@ -101,13 +94,12 @@ def row_kernel(
     stride,
     columns,
     LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
     SAMPLE: tl.constexpr,
     TILES: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     row = logits + program * stride
-    lane = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    lane = tl.arange(0, LANES)[:, None] * RUN + tl.arange(0, RUN)[None, :]
     within = lane // STRIDE * BLOCK + lane % STRIDE
     # of each lane: the largest logit and where its tile starts, and the second largest of its tiles' largest
     best = tl.full([LANES], float("-inf"), tl.float32)
@@ -120,12 +112,11 @@ def row_kernel(
     drawn = tl.full([LANES], LAST, tl.int32)
     others = tl.full([LANES], float("-inf"), tl.float32)
     if SAMPLE:
-        tl.static_assert(WIDTH == RUN)  # a group is what a lane reads of a tile
         key = tl.load(keys + program)
-        noise = tl.load(temperature)
+        noise = tl.load(temperature + program)
         lanes = tl.arange(0, LANES)
         run = lanes // (STRIDE // RUN) * BLOCK + lanes % (STRIDE // RUN) * RUN
-    for start in range(0, columns, 4 * LANES * WIDTH):
+    for start in range(0, columns, 4 * LANES * RUN):
         column = start + within
         zero, one, two, three = load_four(row, column, columns)
         top = largest(zero, one, two, three)
@@ -180,8 +171,8 @@ def row_kernel(
             most = tl.max(others, 0)
             while (most >= best_score) & (most > float("-inf")):
                 chosen = tl.min(tl.where(others == most, lanes, LANES), 0)
-                for first_tile in range(0, columns, 4 * LANES * WIDTH * TILES):
-                    again, at_again = draw_again(row, first_tile, chosen, columns, key, noise, TILES, 4 * LANES * WIDTH)
+                for first_tile in range(0, columns, 4 * LANES * RUN * TILES):
+                    again, at_again = draw_again(row, first_tile, chosen, columns, key, noise, TILES, 4 * LANES * RUN)
                     wins = (again > best_score) | ((again == best_score) & (at_again < token_drawn))
                     token_drawn = tl.where(wins, at_again, token_drawn)
                     best_score = tl.maximum(again, best_score)
@@ -227,7 +218,6 @@ def launch_rows(
         logits.stride(0),
         vocabulary,
         LANES=32 * WARPS,
-        WIDTH=GROUP_RUN if sampled else LOAD_BYTES // logits.element_size(),
         SAMPLE=sampled,
         TILES=AGAIN,
         num_warps=WARPS,

@@ -11,8 +11,6 @@ shapes, so a captured launch serves others. Legend: T query rows, R rows of the 
 rows of selections, N query heads, K KV heads, H head size.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping
@@ -26,8 +24,6 @@ from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, share_of
 from mosaic.registrar.operators.selected_attention import SPLIT_KEYS, splits_of
-
-__all__ = ["launch", "launch_invariant"]
 
 PLACES: Final = 2
 """Programs that a multiprocessor runs at a time."""

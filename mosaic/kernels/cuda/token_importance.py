@@ -6,16 +6,12 @@ on the host. Legend: T rows, R rows of the state, L layers, B sequences, X exten
 positions of a block.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, triton
-
-__all__ = ["launch"]
 
 # Untuned defaults: rows times query heads of a tile.
 ROWS: Final = 32

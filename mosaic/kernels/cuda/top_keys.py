@@ -9,8 +9,6 @@ that bin, it chooses among all pages. Lengths are read on the device alone, and 
 S keys of all prefixes, B sequences, E rows, W numbers of a row.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Final
 
@@ -20,8 +18,6 @@ from torch import Tensor
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.registrar.operators.top_keys import BINS, LISTED, PLACED, fraction_of, numbers_of, parts_of
-
-__all__ = ["launch", "launch_invariant"]
 
 # On one H200, of 8 sets 1,024 keys each: of 256 keys 5.8 us, of 131,072 29; with tiles of 4,096 pages 32 (39 with 16 warps), with
 # tiles of 1,024 pages 40. 64 of 8,192 pages whose bounds lie within a factor of two: 19 us.

@@ -6,16 +6,12 @@ score among them by bisection over the ranks of float32 numbers, in at most 32 c
 score, it commits the lowest ones. Legend: M rows, B sequences.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.kernels.cuda.shared.order import rank
-
-__all__ = ["launch"]
 
 # Untuned defaults: rows of a tile and warps, for few rows in all and for many.
 FEW: Final = 4096

@@ -1,15 +1,11 @@
 """unembed_sample on CUDA: the statistics and samples of x @ weight.T, whose rows of logits never exist.
 
-The kernels are those of unembed_stats; the temperature is read on the device. Legend: C rows, D hidden, V vocabulary.
+The kernels are those of unembed_stats; temperatures are read on the device. Legend: C rows, D hidden, V vocabulary.
 """
-
-from __future__ import annotations
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.unembed_stats import launch_unembedding
-
-__all__ = ["launch"]
 
 
 def launch(

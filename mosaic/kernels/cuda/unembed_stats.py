@@ -5,8 +5,6 @@ a second kernel joins a row's partials. No atomics: on one card the same input g
 splits] of 4 bytes, in the order of `partial_kernel`'s stores. Legend: C rows, D hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch
@@ -28,8 +26,6 @@ from mosaic.kernels.cuda.shared.statistics import LAST, exponentials, finish, jo
 from mosaic.kernels.cuda.shared.unembed_tiles import FEW_ROWS, narrow_columns, tile_of
 from mosaic.registrar.operators.unembed_sample import SAMPLED_PARTIAL_BYTES
 from mosaic.registrar.operators.unembed_stats import PARTIAL_BYTES, unembed_splits
-
-__all__ = ["launch", "launch_unembedding"]
 
 ROW_TILES: Final = 16
 """Tiles of rows that share the weight while it is in the L2 cache; their x is there all the time."""
@@ -88,7 +84,7 @@ def draw_run(
 ):  # fmt: skip
     """Take in one run of every group: its logits and words [C, W], columns [W]; is a smallest number here or there."""
     number = tl.where(here, first, tl.where(there, second, second + exponential(word)))
-    return take_best(logits, logits + noise * gumbel(number), column[None, :], score, sample, sample_logit)
+    return take_best(logits, logits + noise[:, None] * gumbel(number), column[None, :], score, sample, sample_logit)
 
 
 @triton.jit
@@ -113,9 +109,11 @@ def draw_groups(
     logit = tl.reshape(tl.max(tl.max(met, 4), 2), [ROWS, GROUPS])
     top = tl.reshape(tl.max(tl.max(parts, 4), 2), [ROWS, GROUPS])
     at_place = first_column[None, :] + place // RUN * STRIDE + place % RUN
-    score, sample, sample_logit = take_best(logit, logit + noise * gumbel(first), at_place, score, sample, sample_logit)
-    bound = tl.max(top + noise * (gumbel(second) + GUMBEL_SLACK), 1)
-    may_win = (bound >= score) & (bound > float("-inf"))  # an equal score may stand at a lower index
+    score, sample, sample_logit = take_best(
+        logit, logit + noise[:, None] * gumbel(first), at_place, score, sample, sample_logit
+    )
+    bound = tl.max(top + noise[:, None] * (gumbel(second) + GUMBEL_SLACK), 1)
+    may_win = (noise > 0.0) & (bound >= score) & (bound > float("-inf"))  # an equal score may stand at a lower index
     wins = tl.max(may_win.to(tl.int32), 0)
     if wins > 0:
         # again, behind a factor that is 1: else it stays in registers, and the largest tile for Hopper spills
@@ -222,7 +220,8 @@ def partial_kernel(
     sample = tl.zeros([BLOCK_C], tl.int32)
     sample_logit = tl.full([BLOCK_C], float("-inf"), tl.float32)
     if SAMPLE:
-        noise = tl.load(temperature)
+        noise = tl.load(temperature + row, mask=row_mask, other=0.0)
+        drawn = tl.max(noise, 0) > 0.0
     for tile in tl.range(split * tiles // splits, (split + 1) * tiles // splits, flatten=FLATTENED):
         start = tile * BLOCK_V
         logits = logits_of(
@@ -232,7 +231,7 @@ def partial_kernel(
         column = start + tl.arange(0, BLOCK_V)
         maximum, second, token, total, weighted = absorb(logits, column, maximum, second, token, total, weighted)
         if SAMPLE:  # noqa: SIM102
-            if noise > 0.0:
+            if drawn:
                 if SPLIT:  # a quarter of the groups at a time, or their numbers take too many registers
                     left, right = halves_of(logits, BLOCK_C, BLOCK_V // STRIDE, STRIDE)
                     zero, one = halves_of(left, BLOCK_C, BLOCK_V // STRIDE, STRIDE // 2)
@@ -329,9 +328,9 @@ def combine_kernel(
         _, drawn, won = winner(score, tl.load(integers + 5 * plane + place, mask=mask, other=LAST))
         logit = tl.load(floats + 7 * plane + place, mask=mask, other=float("-inf"))
         logit = tl.max(tl.where(won, logit, float("-inf")), 1)
-        drawn_any = tl.load(temperature) > 0.0
-        tl.store(sample + row, tl.where(drawn_any, drawn, at).to(tl.int64), mask=row_mask)
-        tl.store(sample_logit + row, tl.where(drawn_any, logit, row_best), mask=row_mask)
+        noisy = tl.load(temperature + row, mask=row_mask, other=0.0) > 0.0
+        tl.store(sample + row, tl.where(noisy, drawn, at).to(tl.int64), mask=row_mask)
+        tl.store(sample_logit + row, tl.where(noisy, logit, row_best), mask=row_mask)
 
 
 def launch(

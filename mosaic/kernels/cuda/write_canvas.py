@@ -4,15 +4,11 @@ Rows that are taken are distinct; those outside the canvas are left out. canvas 
 the state, C rows that are written.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
-
-__all__ = ["launch"]
 
 ROWS: Final = 128  # untuned default
 

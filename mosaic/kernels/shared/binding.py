@@ -4,13 +4,9 @@ A kernel's `bind` takes what its `launch` takes and returns a `Run`, which does 
 then. What a run finds in its scratch is undefined: constants are written again each time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeAlias
-
-__all__ = ["Run", "launcher"]
 
 Run: TypeAlias = Callable[[], object]
 _P = ParamSpec("_P")

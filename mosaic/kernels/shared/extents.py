@@ -4,15 +4,11 @@
 X extents, n rows of an extent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
-
-__all__ = ["Piece", "kept_tokens", "pieces", "windows"]
 
 
 class Piece(NamedTuple):

@@ -35,17 +35,6 @@ from torch import Tensor
 from mosaic.kernels.shared.scratch import beginning
 from mosaic.registrar.tiles import COUNTER_COLUMNS, COUNTERS, GROUP_RUN, ROW_NUMBERS, SAMPLE_TILES
 
-__all__ = [
-    "RowSamples",
-    "exponentials",
-    "fill_exponentials",
-    "fill_gumbels",
-    "fill_uniforms",
-    "gumbels",
-    "random_numbers",
-    "uniforms",
-]
-
 _ROUNDS: Final = 7
 _GROUPS: Final = COUNTERS // GROUP_RUN
 """Groups in a block of `COUNTER_COLUMNS` columns."""
@@ -63,7 +52,7 @@ _GUMBEL_DOMAIN: Final = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSamples:
-    """The two outputs [C] of some rows, their keys and best scores [C], and the scratch tiles to update them."""
+    """The two outputs [C] of some rows, their keys, temperatures and best scores [C], and the scratch tiles to update them."""
 
     keys: Tensor
     temperature: Tensor
@@ -85,7 +74,7 @@ class RowSamples:
         mine = slice(start, end)
         return RowSamples(
             keys=self.keys[mine],
-            temperature=self.temperature,
+            temperature=self.temperature[mine],
             sample=self.sample[mine],
             sample_logit=self.sample_logit[mine],
             score=self.score[mine],
@@ -94,8 +83,8 @@ class RowSamples:
 
     @property
     def drawn(self) -> bool:
-        """Whether there is any noise; without, the sample is the argmax."""
-        return float(self.temperature) > 0.0
+        """Whether a row has any noise; without, its sample is the argmax."""
+        return bool(self.temperature.numpy().any())
 
     def update(self, logits_CV: Tensor, first_column: int) -> None:
         """Take in a tile of logits, float32, the columns from `first_column` on; tiles come in ascending order."""
@@ -109,7 +98,7 @@ class RowSamples:
         fill_exponentials(score_CV, self.keys, first_column, scratch)
         score_CV.log_().neg_()
         score_CV = score_CV[:, :columns]
-        score_CV.mul_(self.temperature).add_(logits_CV)
+        score_CV.mul_(self.temperature.unsqueeze(1)).add_(logits_CV)
         torch.max(score_CV, dim=1, out=(top, index))
         torch.gather(logits_CV, 1, index.unsqueeze(1), out=logit.unsqueeze(1))
         index.add_(base.fill_(first_column))
@@ -124,10 +113,14 @@ class RowSamples:
         torch.maximum(top, self.score, out=self.score)
 
     def finish(self, token: Tensor, maximum: Tensor) -> None:
-        """Take the argmax where there is no noise."""
-        if not self.drawn:
-            self.sample.copy_(token)
-            self.sample_logit.copy_(maximum)
+        """Take the argmax of rows without noise."""
+        noisy = self.tiles[3]
+        for start in range(0, token.shape[0], noisy.shape[0]):
+            mine = slice(start, start + noisy.shape[0])
+            heat, sample, logit = self.temperature[mine], self.sample[mine], self.sample_logit[mine]
+            drawn = noisy[: heat.shape[0]].copy_(heat)
+            torch.where(drawn, sample, token[mine], out=sample)
+            torch.where(drawn, logit, maximum[mine], out=logit)
 
 
 def random_numbers(keys: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -22,7 +22,7 @@ class Guidance(Part):
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
         """Return the scale: how far the rows move away from the copies'."""
-        return (Input(name="guidance", dtype="float32", per="step"),)
+        return (Input(name="guidance", dtype="float32", per="row"),)
 
     def copy_of(self, request: Any) -> Any:
         """Return the window of the copy, int64 [T]."""

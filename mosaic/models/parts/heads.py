@@ -1,4 +1,4 @@
-"""Heads: what is computed of the rows that are unembedded. Legend: M rows, C rows of a chunk, V vocabulary, D hidden."""
+"""Heads: the results for unembedded rows. Legend: M rows, C rows of a chunk, V vocabulary, D hidden."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def _keys(request: Any) -> Any:
 
 NOISE: Final = Input(name="keys", dtype="int64", per="row", value=_keys)
 """Random keys of the rows, for parts that are `noisy`."""
-TEMPERATURE: Final = Input(name="temperature", dtype="float32", per="step")
+TEMPERATURE: Final = Input(name="temperature", dtype="float32", per="row")
 
 
 class Head(Part):
-    """What is computed of the rows that are unembedded.
+    """The results for unembedded rows.
 
     Attributes
     ----------
     name
-        As options name it.
+        Its name in options.
     decides
-        Whether there are rows at all.
+        Whether it has rows.
     samples
-        Whether tokens are drawn: such a head comes with a commit rule.
+        Whether tokens are sampled: such a head needs a commit rule.
     ways
-        Options of the choice `head`: whole rows of logits by chunks, or an unembedding fused with what reads them.
+        Options of the choice `head`: logits of whole rows by chunks, or an unembedding fused with their reduction.
     """
 
     __slots__ = ()
@@ -53,17 +53,17 @@ class Head(Part):
     ways: ClassVar[Sequence[str]] = ("logits", "fused")
 
     def outputs(self, end: Ending) -> tuple[Buffer, Mapping[str, Buffer]]:
-        """Declare the token of each row int64 [M] and the float32 [M] figures beside it."""
+        """Declare the token of each row int64 [M], and the head's float32 [M] statistics."""
         raise NotImplementedError
 
     def unembed(
         self, end: Ending, h: Buffer, weight: Buffer, way: str, token: Buffer, figures: Mapping[str, Buffer]
     ) -> None:
-        """Compute token and figures of the rows of h [C, D]."""
+        """Compute token and statistics of the rows of h [C, D]."""
         raise NotImplementedError
 
     def score(self, end: Ending, kind: str, figures: Mapping[str, Buffer], out: Buffer) -> Buffer:
-        """Write the float32 [M] number of each row by which a commit rule goes."""
+        """Write each row's float32 [M] number for the commit rule."""
         raise NotImplementedError
 
 
@@ -77,12 +77,12 @@ class NoHead(Head):
 
 @dataclass(frozen=True, slots=True)
 class Statistics(Head):
-    """The most likely token, and the statistics of its row: results where nothing is committed."""
+    """The most likely token, and the statistics of its row; they are results if nothing is committed."""
 
     name: ClassVar[str] = "statistics"
 
     def outputs(self, end: Ending) -> tuple[Buffer, Mapping[str, Buffer]]:
-        """Declare the statistics: results, or what a commit rule reads."""
+        """Declare the statistics: results, or inputs of a commit rule."""
         if not end.commits:
             figures = {name: end.g.output(name, (end.masked,), "float32") for name in FIGURES}
             return end.token(), figures
@@ -91,7 +91,7 @@ class Statistics(Head):
     def unembed(
         self, end: Ending, h: Buffer, weight: Buffer, way: str, token: Buffer, figures: Mapping[str, Buffer]
     ) -> None:
-        """Compute them from whole rows of logits, or in one go."""
+        """Compute them from logits of whole rows, or fused."""
         _unembed(end, "stats", h, weight, way, (), (token, *figures.values()))
 
     def score(self, end: Ending, kind: str, figures: Mapping[str, Buffer], out: Buffer) -> Buffer:
@@ -123,7 +123,7 @@ class Sample(Head):
     def unembed(
         self, end: Ending, h: Buffer, weight: Buffer, way: str, token: Buffer, figures: Mapping[str, Buffer]
     ) -> None:
-        """Compute them from whole rows of logits, or in one go."""
+        """Compute them from logits of whole rows, or fused."""
         *statistics, logit = figures.values()
         more = end.inputs["keys"], end.inputs["temperature"]
         _unembed(end, "sample", h, weight, way, more, (end.g["most_likely"], *statistics, token, logit))
@@ -135,7 +135,7 @@ class Sample(Head):
 
 @dataclass(frozen=True, slots=True)
 class Nucleus(Head):
-    """A sample at a temperature of what top-p and top-k keep, and statistics of what they keep."""
+    """A sample at a temperature of the tokens in top-p and top-k, and statistics of these tokens."""
 
     name: ClassVar[str] = "nucleus"
     samples: ClassVar[bool] = True
@@ -145,8 +145,8 @@ class Nucleus(Head):
         """Return temperature, top-p and top-k."""
         return (
             TEMPERATURE,
-            Input(name="top_p", dtype="float32", per="step"),
-            Input(name="top_k", dtype="int32", per="step"),
+            Input(name="top_p", dtype="float32", per="row"),
+            Input(name="top_k", dtype="int32", per="row"),
         )
 
     @property
@@ -161,13 +161,13 @@ class Nucleus(Head):
     def unembed(
         self, end: Ending, h: Buffer, weight: Buffer, way: str, token: Buffer, figures: Mapping[str, Buffer]
     ) -> None:
-        """Compute them from whole rows of logits."""
+        """Compute them from logits of whole rows."""
         logits = end.g.add_op("linear", h, weight, name="logits")
         settings = (end.inputs[name] for name in ("keys", "temperature", "top_p", "top_k"))
         end.g.add_op("row_nucleus", logits, *settings, out=(token, *figures.values()), name="nucleus")
 
     def score(self, end: Ending, kind: str, figures: Mapping[str, Buffer], out: Buffer) -> Buffer:
-        """Score by the figure of this kind; others do not depend on logits."""
+        """Score by the statistic of this kind; other kinds do not depend on logits."""
         own = dict(zip(("confidence", "margin", "entropy"), figures.values(), strict=True))
         if kind in own:
             end.g.add_op("copy", own[kind], out=out, name="score_of")

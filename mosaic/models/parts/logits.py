@@ -23,7 +23,7 @@ class ReturnedLogits(Part):
 
     @property
     def reads_hidden(self) -> bool:
-        """Any token's row may be asked for."""
+        """The rows may be any tokens."""
         return True
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:

@@ -80,7 +80,7 @@ def _kept_rows(slot: str) -> tuple[Rule, ...]:
 
 _STATISTICS: Final = "token:int64=C maximum:float32=C second:float32=C logsumexp:float32=C entropy:float32=C"
 _STATISTIC_NAMES: Final = "token maximum second logsumexp entropy"
-_SAMPLE: Final = f"keys:int64=C temperature:float32=1 {_STATISTICS} sample:int64=C sample_logit:float32=C"
+_SAMPLE: Final = f"keys:int64=C temperature:float32=C {_STATISTICS} sample:int64=C sample_logit:float32=C"
 _SAMPLE_NAMES: Final = f"{_STATISTIC_NAMES} sample sample_logit"
 _SUMS: Final[tuple[Rule, ...]] = (("divides", "head_size*N", "Q"), ("divides", "Q", "head_size*N"))  # N query heads
 _NUMBERS: Final = (("numbers", "k", "page"),)
@@ -116,7 +116,7 @@ _NOTATION: Final = {
     "grouped_linear": _Operator(
         "x:a=R,I weight=E,O,I offsets=E+1 y:a=R,O", "x weight offsets", "y", flops="2*R*I*O"
     ),
-    "guide": _Operator("x:a=C,D uncond:a=C,D guidance:float32=1", "x uncond guidance", "x", flops="3*C*D"),
+    "guide": _Operator("x:a=C,D uncond:a=C,D guidance:float32=C", "x uncond guidance", "x", flops="3*C*D"),
     "head_norm": _Operator(
         "weight=H x=*T,W", "x weight", "x", "eps:x", "4*T*W", rules=(("divides", "H", "W"),)
     ),
@@ -204,7 +204,7 @@ _NOTATION: Final = {
         ),
     ),
     "perturb_score": _Operator(
-        "score:float32=M keys:int64=M temperature:float32=1", "score keys temperature", "score", flops="4*M"
+        "score:float32=M keys:int64=M temperature:float32=M", "score keys temperature", "score", flops="4*M"
     ),
     "prefix_attention": _Operator(
         "q:a=T,Q kv:floats=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T y:a=T,Q "
@@ -257,7 +257,7 @@ _NOTATION: Final = {
         ),
     ),
     "row_nucleus": _Operator(
-        "logits=C,*V keys:int64=C temperature:float32=1 top_p:float32=1 top_k:int32=1 sample:int64=C "
+        "logits=C,*V keys:int64=C temperature:float32=C top_p:float32=C top_k:int32=C sample:int64=C "
         "probability:float32=C margin:float32=C entropy:float32=C", "logits keys temperature top_p top_k",
         "sample probability margin entropy", flops="10*C*V",
     ),

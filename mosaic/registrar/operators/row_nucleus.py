@@ -1,16 +1,15 @@
-"""A token of each row of logits[C, V] from what top-p and top-k keep, with figures of the kept tokens' softmax.
+"""A token of each row of logits[C, V], sampled from those within top-p and top-k, with statistics of their softmax.
 
-Tokens are ordered by logit, the highest first, ties to the lower id. `top_p`[1] keeps the tokens before which there is no
+Tokens are ordered by logit, the highest first, ties to the lower id. `top_p`[C] keeps the tokens before which there is no
 more than so much probability of softmax(logits / temperature): those up to the one that passes it (1 and more: all);
-`top_k`[1] the first `top_k` of them (0: all). Of the kept, renormalised: `probability` of the sample, `margin` of the first and
-the second, and `entropy`, negative as Dream's: sum p log(p + 1e-10). temperature[1] 0 takes the argmax, with the softmax
+`top_k`[C] the first `top_k` of them (0: all). Of the kept, renormalised: `probability` of the sample, `margin` of the first and
+the second, and `entropy`, negative as Dream's: sum p log(p + 1e-10). temperature[C] 0 takes the argmax, with the softmax
 at 1. keys[C] as in `row_sample`, whose noise this is.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
-from mosaic.registrar.tiles import COUNTER_COLUMNS, COUNTERS, GROUP_RUN, Tile, Tiled, Tiles
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Operator, Specs
+from mosaic.registrar.tiles import COUNTER_COLUMNS, COUNTERS, GROUP_RUN, Tile, Tiles
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -27,14 +26,11 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 OPERATOR = Operator(
     name="row_nucleus",
     operands="""
-        logits:a[C, V] keys:i64[C] temperature@:f32[1] top_p@:f32[1] top_k@:i32[1] -> sample:i64[C]
+        logits:a[C, V] keys:i64[C] temperature:f32[C] top_p:f32[C] top_k:i32[C] -> sample:i64[C]
         probability:f32[C] margin:f32[C] entropy:f32[C]
     """,
     flops="10*logits",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.row_nucleus", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.row_nucleus"),
-    ),
+    implementations=kernels_of("row_nucleus", tiles=tiles),
     roles={
         "sample": "statistics",
         "probability": "statistics",

@@ -1,4 +1,4 @@
-"""Matrices as checkpoints have them: one tensor of the model's dtype, 16, 32 or 64 bits an element."""
+"""Matrices as in checkpoints: one tensor of the model's dtype, 16, 32 or 64 bits per element."""
 
 from __future__ import annotations
 

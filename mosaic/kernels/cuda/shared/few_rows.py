@@ -5,8 +5,6 @@ transposed, are the right one: so tensor cores of Hopper, which take 64 rows at 
 Inputs are added up in order, so a row's result depends on no other row.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor
@@ -14,8 +12,6 @@ from torch import Tensor
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.registrar.few_rows import FEW_ROWS, partial_floats
-
-__all__ = ["Split", "joined", "padded_rows", "partials_of", "rows_tile", "split_of", "weight_tile"]
 
 
 class Split(NamedTuple):

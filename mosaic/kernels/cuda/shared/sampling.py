@@ -1,26 +1,11 @@
 """The random numbers of `mosaic.kernels.shared.sampling` on CUDA, bit for bit: shared by all kernels that draw."""
 
-from __future__ import annotations
-
 import os
 
 from triton.language.extra.cuda import libdevice
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.registrar.tiles import COUNTER_COLUMNS, COUNTERS, GROUP_RUN
-
-__all__ = [
-    "BLOCK",
-    "GUMBEL_SLACK",
-    "RUN",
-    "STRIDE",
-    "exponential",
-    "group_numbers",
-    "gumbel",
-    "random_words",
-    "row_word",
-    "uniform",
-]
 
 STRIDE = tl.constexpr(COUNTERS)
 """Columns so far apart share a counter."""
