@@ -68,6 +68,12 @@ class Model:
             raise UnknownName("dtype", dtype, FLOATS)
         return replace(self, architecture=replace(self.architecture, dtype=dtype))
 
+    def with_keys(self, dtype: str) -> Model:
+        """Return the same model with keys and values kept in a dtype of their own."""
+        if dtype not in FLOATS:
+            raise UnknownName("dtype", dtype, FLOATS)
+        return replace(self, architecture=replace(self.architecture, keys=dtype))
+
     def with_scheme(self, scheme: Scheme) -> Model:
         """Return the same model with the matrices of its layers stored in a scheme."""
         return replace(self, architecture=replace(self.architecture, scheme=scheme))
