@@ -14,11 +14,6 @@ from typing import Any, Final
 
 from mosaic.errors import ConfigWarning, UnsupportedModel
 
-__all__ = [
-    "COMMON", "FLOATS", "MOST", "Fixed", "Keys", "count", "dtype_of", "flag", "number", "positive", "refuse", "share",
-    "token_id", "token_ids",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixed:

@@ -24,8 +24,6 @@ from mosaic.registrar.operators import find
 from mosaic.registrar.parts import Run
 from mosaic.registrar.polynomial import Dim, Monomial, terms
 
-__all__ = ["compile_body", "copies"]
-
 Tables = Sequence[list[Any]]
 """Records of ops, buffers, regions, barriers and edges."""
 

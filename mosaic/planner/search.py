@@ -19,11 +19,6 @@ from typing import NamedTuple, TypeAlias
 
 from mosaic.planner.space import Config, Point
 
-__all__ = [
-    "TOLERANCE", "Rung", "SearchResult", "TraceStep", "affordable", "brute_force", "groups", "lowest", "search", "smallest",
-    "trace_step", "whole_grid",
-]  # fmt: skip
-
 Rung: TypeAlias = tuple[str, ...]
 """An option of every choice."""
 

@@ -17,11 +17,6 @@ from mosaic.errors import GraphError
 from mosaic.registrar.operator import Dim, Operator, Rate, Spec, Work
 from mosaic.registrar.polynomial import Polynomial
 
-__all__ = [
-    "ALIGNMENT", "MAIN", "Barrier", "Buffer", "Choice", "Cut", "DimInfo", "Edge", "Kind", "Op", "Region", "Run", "Seen",
-    "Slice", "asked", "caller", "results", "view",
-]  # fmt: skip
-
 Kind: TypeAlias = Literal["weight", "state", "carry", "transient", "scratch", "input", "output", "host", "external"]
 
 MAIN: Final = "main"

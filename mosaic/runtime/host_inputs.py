@@ -11,8 +11,6 @@ from torch import Tensor
 from mosaic.runtime.batch import fill_rows
 from mosaic.runtime.host_copy import bytes_of, spans, view_like
 
-__all__ = ["HostInputs", "Numbers", "PinnedLink"]
-
 
 @dataclass(frozen=True, slots=True)
 class Numbers:

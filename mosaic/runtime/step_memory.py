@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
     from mosaic.planner.plan_records import PlanRecords
 
-__all__ = ["HeldValues", "StepMemory"]
-
 WORKSPACE: Final = "workspace"
 ALTERNATING: Final = 8
 """Plans that alternate without a new commit, such as the graphs of one step."""

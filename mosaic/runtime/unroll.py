@@ -26,8 +26,6 @@ from mosaic.runtime.regions import Chunks, Region, Regions
 from mosaic.runtime.streams import MAIN, CudaStreams
 from mosaic.runtime.views import Column, Loop, SliceOf, Views
 
-__all__ = ["Arguments", "Segment", "Step", "unroll"]
-
 Arguments: TypeAlias = Mapping[str, Any]
 _NOTHING: Final[Arguments] = {}
 

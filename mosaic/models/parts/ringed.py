@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from mosaic.models.inputs import Window
     from mosaic.models.step_graph import StepGraph
 
-__all__ = ["FAR", "NEAR", "Ringed"]
-
 NEAR: Final = KeysAndValues(name="kv_near", windowed=True)
 FAR: Final = KeysAndValues(name="kv_far", windowed=False)
 

@@ -9,8 +9,6 @@ from typing import Final
 from mosaic.planner.check.columns import Columns, round_up
 from mosaic.planner.check.placement import live_bytes
 
-__all__ = ["check_formula", "check_trace"]
-
 _MAX_DIGITS: Final = 40  # of a number in a formula
 _POWERS: Final = frozenset("123456789")  # of a dim in a formula
 

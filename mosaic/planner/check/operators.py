@@ -21,7 +21,7 @@ class Way(NamedTuple):
     takes: str = ""  # the launches in words; empty: every launch
     absent: tuple[str, ...] = ()  # attributes that are not there, or 0, and operands that are not
     multiple: tuple[str, int, int] = ("", 1, 1)  # an attribute, of what it is a multiple, and its limit
-    dtypes: tuple[str, frozenset[str]] = ("", frozenset())  # an operand, and what it may be in
+    dtypes: tuple[str, frozenset[str]] = ("", frozenset())  # operands, and what they may be in
     elements: tuple[str, int] = ("", 0)  # an operand, and how many elements it has; none: any number
     capability: int = 0  # the compute capability of the only cards that it runs on; 0: any
     invariant: str = ""  # what a batch-invariant plan may take in its stead, on the same cards and launches
@@ -91,7 +91,7 @@ _CUDNN: Final = Way(
 _KEPT: Final = (
     Way(
         "hopper", "hopper takes bfloat16 and heads of 64 or 128", multiple=("head_size", 64, 128),
-        dtypes=("q", frozenset({"bfloat16"})), capability=90, invariant="hopper_invariant",
+        dtypes=("q kv", frozenset({"bfloat16"})), capability=90, invariant="hopper_invariant",
     ),
     Way("triton"),
 )  # fmt: skip

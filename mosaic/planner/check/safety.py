@@ -29,8 +29,6 @@ from mosaic.planner.check.reading import Numbers, Records, read_columns, read_he
 from mosaic.planner.check.streams import check_streams, order_streams
 from mosaic.planner.check.values import check_aliases, check_fills, check_roots, checked_gaps, derive_fills
 
-__all__ = ["check_structure", "prove_safe", "proved_columns"]
-
 _derived: Final[WeakKeyDictionary[Records, Skeleton]] = WeakKeyDictionary()
 """Skeletons by records; the violations of a skeleton are reported with each of its plans."""
 

@@ -108,7 +108,7 @@ HOPPER: Final = 90
 
 def whole_lines(specs: Specs, attrs: Attrs) -> bool:
     """Tell whether the copy engine can read a key of one head as a line of a matrix: 64 or 128 numbers of 16 bits."""
-    return attrs["head_size"] in (64, 128) and specs["q"].dtype == "bfloat16"
+    return attrs["head_size"] in (64, 128) and specs["q"].dtype == specs["kv"].dtype == "bfloat16"
 
 
 def segment_results(specs: Specs, attrs: Attrs) -> Dim:
