@@ -9,27 +9,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = [
-    "BucketOverflow",
-    "CheckFailed",
-    "CheckpointError",
-    "ConfigWarning",
-    "DeviceLost",
-    "DoesNotFit",
-    "GraphError",
-    "InstanceFormatError",
-    "MissingExtra",
-    "MosaicError",
-    "PlanFormatError",
-    "RuntimeMemoryError",
-    "UnknownName",
-    "UnsafePlan",
-    "UnsupportedModel",
-    "UsageError",
-    "WeightsChanged",
-    "WeightsMisplaced",
-]
-
 
 class MosaicError(Exception):
     """Base of all exceptions that Mosaic raises deliberately."""

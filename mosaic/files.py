@@ -10,8 +10,6 @@ from pathlib import Path
 
 from mosaic.errors import UsageError
 
-__all__ = ["is_replaceable", "write_atomic"]
-
 _STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/([0-9]{1,6})")
 

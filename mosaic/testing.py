@@ -19,8 +19,7 @@ from mosaic.kernels.binding import Kernel, kernel_of, reference_of
 from mosaic.registrar.operands import parse, shapes
 from mosaic.registrar.operator import Backend, Dim, Implementation, Operator, Spec
 from mosaic.registrar.polynomial import symbol
-
-__all__ = ["OperatorMismatch", "verify_operator"]
+from mosaic.runtime.opening import card_capability
 
 _GUARD: Final = 512  # bytes before and after each buffer that a launch may write
 _GUARD_VALUE: Final = 0xA5
@@ -87,7 +86,7 @@ def verify_operator(
     if not operator.on(backend):
         raise UsageError(f"'{operator.name}' has no implementation on {backend}.")
     case = _Case.draw(operator, sizes, loops, dict(dtypes or {}), given, dict(values or {}), backend, seed)
-    serving = operator.serving(backend, case.specs, given)
+    serving = operator.serving(backend, case.specs, given, card_capability() if backend == "cuda" else 0)
     for name in serving:
         way = operator.implementation(backend, name)
         whole: Mapping[str, Tensor] | None = None

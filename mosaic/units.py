@@ -13,11 +13,6 @@ from typing import Final, SupportsIndex, TypeAlias
 
 from mosaic.errors import UsageError
 
-__all__ = [
-    "GIB", "KIB", "MIB", "Size", "format_bytes", "format_seconds", "format_tokens", "parse_bytes", "parse_lengths",
-    "parse_tokens", "round_up",
-]  # fmt: skip
-
 Size: TypeAlias = SupportsIndex | str
 """An integer, or text with a unit: `24GiB` for bytes, `128k` for tokens."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 CEILING_S = 570
-"""What all budgets may add up to: two cores for 300 s, less what both take to collect the tests."""
+"""The limit on the sum of all budgets: two cores for 300 s, less the time of collecting the tests on both."""
 USUAL_S = 1.0
 BUDGETS_S: Mapping[str, float] = {
     "test_admission": 3, "test_advice": 5, "test_ahead": 7, "test_bench": 6, "test_benchmarks": 12, "test_check": 3,
@@ -24,7 +24,7 @@ BUDGETS_S: Mapping[str, float] = {
     "test_config_keys": 3, "test_cost": 2, "test_cuda_pool": 4, "test_cut": 14, "test_decoding": 31,
     "test_decoding_small": 4, "test_diffusion_gemma": 4, "test_evict_tokens": 3, "test_eviction": 12, "test_examples": 2,
     "test_experts_triton": 4, "test_few_rows": 6, "test_focus": 4, "test_fuzz": 11, "test_generate_cli": 4,
-    "test_generation": 4, "test_kernels": 7, "test_kv": 14, "test_last_layer": 4, "test_layering": 4, "test_layers": 2,
+    "test_generation": 4, "test_kernels": 7, "test_kv": 14, "test_last_layer": 4, "test_layering": 4, "test_layers": 6,
     "test_limits": 6, "test_models": 3, "test_moves": 8, "test_notebooks": 2, "test_offset_definitions": 2, "test_offset_search": 3,
     "test_offsets": 4, "test_offsets_exact": 2, "test_offsets_large": 6, "test_offsets_validity": 2, "test_open_state": 3,
     "test_pages": 6, "test_pages_triton": 4, "test_parity": 9, "test_parity_block": 12, "test_peaks": 2,
@@ -39,12 +39,12 @@ BUDGETS_S: Mapping[str, float] = {
     "test_triton_compiles": 19, "test_triton_kernels": 6, "test_viz": 2, "test_viz_graph": 2, "test_vocabulary": 2,
     "test_weight_addresses": 4,
 }  # fmt: skip
-"""What files were measured to take; every other one may take `USUAL_S`."""
+"""Measured seconds of files; every other one may take `USUAL_S`."""
 SLACK, COLD_S = 1.5, 12.0
 """A file fails beyond its budget times `SLACK` and `COLD_S` more: alone it compiles what others have compiled before it, numba's
 functions for the most part."""
 LOOP_S = 0.0130
-"""What `_loop_s` returns on the machine of the budgets."""
+"""The result of `_loop_s` on the machine of the budgets."""
 
 
 def budget_s(file: str) -> float:
@@ -106,7 +106,7 @@ def _cpu_s() -> float:
 
 
 def slowness() -> float:
-    """How many times as long as on the machine of the budgets a fixed loop takes, at least 1."""
+    """The time of a fixed loop, as a multiple of its time on the machine of the budgets; at least 1."""
     return max(1.0, min(_loop_s() for _ in range(3)) / LOOP_S)
 
 

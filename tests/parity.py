@@ -22,12 +22,12 @@ import mosaic
 from mosaic.models.parts import KEPT, KV, LOGITS, NO_HEAD, Commit
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.planner import Request
-from mosaic.planner.rungs import whole_grid
+from mosaic.planner.search import whole_grid
 from mosaic.runtime.compiled import CompiledModel, StepOutput
 from mosaic.runtime.steps import StepRequest
 
 BOUND = 1e-5
-"""Of the logits' scale: a few roundings of float32."""
+"""Tolerance by the logits' scale: a few roundings of float32."""
 HOST = "64MiB"
 Settings = dict[str, int | str | None]
 COMMIT = Phase(cache=KEPT, head=NO_HEAD)
@@ -105,7 +105,7 @@ class Case:
     # --- the grid -------------------------------------------------------------------------------------------------
 
     def request(self, phase: Phase, batch: Sequence[int]) -> Request:
-        """What a step of these sequences asks of the planner."""
+        """The planner's request for a step of these sequences."""
         lengths = tuple(len(self.window(i, phase)) for i in batch)
         rows = {} if not phase.head.decides else {"masked": sum(len(self.rows_of(i, phase)) for i in batch)}
         more = {"logit_rows": sum(lengths)} if phase.logits else {}

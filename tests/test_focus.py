@@ -242,7 +242,7 @@ class Live:
 )
 def test_steps_keep_and_decide_what_the_equations_say(model: CompiledModel, name: str, delay: str) -> None:
     """Under poison; requests at different progress share steps, packed at random, until all are done; with all tokens of a block
-    computed in each step, and with those that are settled left out."""
+    computed in each step, and with the settled ones left out."""
     eviction = READINGS[name]
     rng = random.Random(name)
     phase, kept, asked_for = phase_of(eviction), 0, 0

@@ -55,7 +55,7 @@ def starts(lengths: Sequence[int]) -> Tensor:
 
 
 Pieces = list[tuple[int, int, int, int]]
-"""Of one sequence, in order of position: first row of the extent, its rows, first position, tokens of the extent before it."""
+"""A sequence's extents in order of position: first row, rows, first position, tokens of the extent before it."""
 
 
 def scattered(lengths: Sequence[int], seed: int = 3, most: int = 3) -> tuple[list[Pieces], int]:
@@ -76,15 +76,19 @@ def scattered(lengths: Sequence[int], seed: int = 3, most: int = 3) -> tuple[lis
 
 
 def tables(owned: Sequence[Pieces]) -> dict[str, Tensor]:
-    """The operands that say where keys lie; a last entry is nobody's."""
+    """The operands for the layout of keys; the last entry belongs to no sequence."""
     entries = torch.tensor([entry for pieces in owned for entry in pieces] + [[1 << 40, 1, 0, 0]])
     return {"extents": entries, "cu_extents": starts([len(pieces) for pieces in owned])}
 
 
 def rows_of(kv: Tensor, pieces: Pieces, layer: int, heads: int, size: int, length: int) -> list[Tensor]:
-    """Keys and values [2, K, H] of one layer, position by position: views of a state, as its layout is documented."""
+    """Keys and values [2, K, H] of one layer, position by position: views of a state, as its layout is documented; NaN before
+    the first position that has a place."""
     found = []
     for position in range(length):
+        if position < pieces[0][2]:
+            found.append(torch.full((2, heads, size), float("nan"), dtype=kv.dtype))
+            continue
         row, rows, first, before = next(piece for piece in reversed(pieces) if piece[2] <= position)
         extent = kv.reshape(-1)[row * kv.shape[1] : (row + rows) * kv.shape[1]].view(-1, 2, heads, rows, size)
         found.append(extent[layer, :, :, before + position - first])
@@ -93,12 +97,12 @@ def rows_of(kv: Tensor, pieces: Pieces, layer: int, heads: int, size: int, lengt
 
 def kv_case(
     windows: Sequence[tuple[int, int, int]], heads: int, kv_heads: int, size: int, dtype: torch.dtype,
-    *, block: int = 0, padding: int = 0, layer: int = 1, layers: int = 3, most: int = 3,
+    *, block: int = 0, padding: int = 0, layer: int = 1, layers: int = 3, most: int = 3, keys_in: torch.dtype | None = None,
 ) -> Case:  # fmt: skip
     """Windows of (tokens, keys, position of the first); what no key lies in is NaN, sequences lie in scattered extents."""
     tokens, keys = sum(w[0] for w in windows), sum(w[1] for w in windows)
     owned, rows = scattered([w[1] for w in windows], most=most)
-    kv = torch.full((rows, layers * 2 * kv_heads * size), float("nan"), dtype=dtype)
+    kv = torch.full((rows, layers * 2 * kv_heads * size), float("nan"), dtype=keys_in or dtype)
     drawn = torch.stack([randn(keys, kv_heads * size, dtype=dtype, seed=seed, scale=3 - seed) for seed in (1, 2)], 1)
     places = [
         row
@@ -191,8 +195,27 @@ def test_kv_attention(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(case.reference()[sees], expected[sees])
 
 
+MIXED = [(F32, BF16), (BF16, F32), (F32, torch.float16), (torch.float16, BF16)]
+"""Of queries, and of kept keys."""
+
+
+@pytest.mark.parametrize(("dtype", "keys_in"), MIXED, ids=name_of)
+def test_keys_have_a_dtype_of_their_own(dtype: torch.dtype, keys_in: torch.dtype) -> None:
+    windows = [(4, 37, 33), (7, 1300, 1100), (1, 3, 2)]
+    case = kv_case(windows, 8, 2, 16, dtype, block=4, padding=3, keys_in=keys_in)
+    expected, sees = softmax_rows(case)
+    case.launch()
+    assert_within(case.outputs["y"][sees], expected[sees], kv_bound(case, expected)[sees])
+    torch.testing.assert_close(case.reference()[sees], expected[sees])
+    check_allocates_nothing(case)
+    store = store_case([[7, 8, 9, 3, 2], [5]], [11, 9], 2, 3, dtype, keys_in=keys_in)
+    kept = stored(store, [11, 9])
+    store.launch()
+    assert kept.dtype == keys_in and torch.equal(store.operands["kv"], kept)
+
+
 def seeing(case: Case, lengths: Sequence[int]) -> Case:
-    """The case where each row sees a range of keys of its own, some beyond those that there are; `lengths` by row."""
+    """The case in which each row sees its own range of keys, some of them beyond the last key; `lengths` by row."""
     draw = torch.Generator().manual_seed(7)
     first = [int(torch.randint(0, max(length, 1), (1,), generator=draw)) for length in lengths]
     sizes = [1 + int(torch.randint(0, length + 5, (1,), generator=draw)) for length in lengths]
@@ -201,15 +224,31 @@ def seeing(case: Case, lengths: Sequence[int]) -> Case:
     return Case(case.kernel, operands, case.outputs, case.attrs | {"block": 0})
 
 
-def ranged_case(dtype: torch.dtype) -> Case:
+def ranged_case(dtype: torch.dtype, *, short: bool = False) -> Case:
+    """`short`: keys have no place before the first that a row of their sequence sees, as in a ring."""
     windows = [(9, 61, 20), (6, 1100, 900), (1, 3, 2)]
     case = kv_case(windows, 6, 3, 5, dtype, padding=2)
-    return seeing(case, [keys for count, keys, _ in windows for _ in range(count)] + [1, 1])
+    case = seeing(case, [keys for count, keys, _ in windows for _ in range(count)] + [1, 1])
+    if not short:
+        return case
+    entries, found = case.operands["extents"].tolist(), []
+    for (start, end), (low, high) in zip(
+        pairwise(case.operands["cu_seqlens"].tolist()), pairwise(case.operands["cu_extents"].tolist()), strict=True
+    ):
+        first = int(case.operands["sees"][start:end, 0].min())
+        mine = entries[low:high]
+        while len(mine) > 1 and mine[1][2] <= first:
+            del mine[0]
+        row, rows, position, before = mine[0]
+        passed = max(first - position, 0)
+        found.append([(row, rows, position + passed, before + passed), *map(tuple, mine[1:])])
+    return Case(case.kernel, case.operands | tables(found), case.outputs, case.attrs | {"parts": 1})
 
 
+@pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_rows_see_ranges_of_kept_keys(dtype: torch.dtype) -> None:
-    case = ranged_case(dtype)
+def test_rows_see_ranges_of_kept_keys(dtype: torch.dtype, short: bool) -> None:
+    case = ranged_case(dtype, short=short)
     expected, sees = softmax_rows(case)
     case.launch()
     assert_within(case.outputs["y"][sees], expected[sees], kv_bound(case, expected)[sees])
@@ -239,14 +278,15 @@ def test_a_slice_of_a_window_knows_where_it_starts(block: int) -> None:
 
 
 def store_case(
-    windows: Sequence[Sequence[int]], lengths: Sequence[int], heads: int, size: int, dtype: torch.dtype
-) -> Case:
+    windows: Sequence[Sequence[int]], lengths: Sequence[int], heads: int, size: int, dtype: torch.dtype,
+    *, keys_in: torch.dtype | None = None,
+) -> Case:  # fmt: skip
     """Windows of these positions, over sequences that have rows for so many; two rows that are in no sequence."""
     tokens = sum(map(len, windows)) + 2
     owned, rows = scattered(lengths)
     operands = {
         **{name: strided(randn(tokens, heads * size, dtype=dtype, seed=seed)) for name, seed in (("k", 1), ("v", 2))},
-        "kv": randn(rows, 3 * 2 * heads * size, dtype=dtype, seed=3),
+        "kv": randn(rows, 3 * 2 * heads * size, dtype=keys_in or dtype, seed=3),
         **tables(owned),
         "cu_seqlens": starts([len(w) for w in windows]),
         "positions": torch.tensor([p for w in windows for p in w] + [0, 1], dtype=torch.int32),
@@ -448,7 +488,7 @@ def check_in_triton(case: Case, alias: dict[str, str] | None = None, *, row_star
 
 
 def cut_into(monkeypatch: pytest.MonkeyPatch, segments: int, keys: int = 1, aligned: int = 1) -> None:
-    """Let few keys be worth a segment, of which there are so many at most."""
+    """Let segments have few keys, with at most this many segments."""
     from mosaic.kernels.cuda import kv_attention
 
     for module in (kv_operator, kv_attention):
@@ -470,12 +510,25 @@ def test_kv_attention_in_triton(name: str, segments: int, dtype: torch.dtype, mo
 
 
 @triton_test
-@pytest.mark.parametrize(("segments", "dtype"), [(1, F32), (3, BF16)], ids=["one pass", "split"])
+@pytest.mark.parametrize(
+    ("segments", "dtype", "short"),
+    [(1, F32, False), (3, BF16, False), (3, BF16, True)],
+    ids=["one pass", "split", "ring"],
+)
 def test_rows_see_ranges_of_kept_keys_in_triton(
-    segments: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    segments: int, dtype: torch.dtype, short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut_into(monkeypatch, segments)
-    check_in_triton(ranged_case(dtype))
+    check_in_triton(ranged_case(dtype, short=short))
+
+
+@triton_test
+@pytest.mark.parametrize(("dtype", "keys_in"), MIXED[:2], ids=name_of)
+def test_keys_have_a_dtype_of_their_own_in_triton(dtype: torch.dtype, keys_in: torch.dtype) -> None:
+    check_in_triton(kv_case([(4, 37, 33), (9, 140, 120)], 4, 1, 16, dtype, block=4, padding=3, keys_in=keys_in))
+    store = store_case([[7, 8, 9, 3, 2], [5]], [11, 9], 2, 3, dtype, keys_in=keys_in)
+    kept = stored(store, [11, 9])
+    assert torch.equal(run(store, DEVICE)["kv"], kept)
 
 
 @triton_test
@@ -565,7 +618,7 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.soak
 @triton_test
 def test_kv_attention_on_a_tile_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole tiles of keys, then those that not every row sees, in several extents."""
+    """Whole tiles of keys, then partially visible ones, in several extents."""
     as_on_hopper(monkeypatch)
     cut_into(monkeypatch, 2, keys=100, aligned=64)
     check_in_triton(kv_case([(33, 333, 290), (31, 35, 0)], 8, 2, 16, BF16, block=4))
@@ -594,7 +647,7 @@ def test_kv_store_in_triton(heads: int, size: int, dtype: torch.dtype) -> None:
 @triton_test
 @pytest.mark.parametrize("pieces", [[(1, 8, 0, 0), (9, 2, 4, 0)], [(1, 8, 0, 0), (1, 8, 2, 4)]], ids=["tail", "middle"])
 def test_dropped_rows_keep_nothing_in_triton(pieces: Pieces) -> None:
-    """A position beyond the last extent is nobody's, though rows that an earlier one has dropped would be far enough."""
+    """A position beyond the last extent has no row, although an earlier extent dropped rows that reach as far."""
     case = store_case([[5, 6, 7, 3]], [6], 2, 3, F32)
     operands = case.operands | tables([pieces]) | {"kv": randn(11, 36, seed=3)}
     case = Case("kv_store", operands, attrs=case.attrs)
@@ -628,7 +681,7 @@ def test_results_of_segments_fill_the_scratch_that_is_planned(share: float, monk
 
 
 def test_parts_have_room_for_the_segments_of_any_step() -> None:
-    """However many keys of those that are owned a window sees, and however few of its rows attend."""
+    """For any number of owned keys that a window sees, and any number of its rows that attend."""
     rng = random.Random(5)
     for _ in range(3000):
         windows = [rng.choice([1, 4, 31, 32, 33, 64, 200, 300]) for _ in range(rng.choice([1, 1, 2, 5, 20]))]
@@ -684,7 +737,10 @@ def test_contracts_count_this_layers_work() -> None:
         ({"layer": 3}, "'kv' has keys and values of 3 layers, not layer 3"),
         ({"kv_heads": 5}, r"operand '.*' is .*, expected bfloat16\[.*\*5\*8\]"),
         ({"kv": Spec((ROWS, 80), "bfloat16")}, r"operand 'kv' is .*, expected bfloat16\[kv_rows, L\*2\*2\*8\]"),
-        ({"kv": Spec((ROWS, 96), "float32")}, r"operand 'kv' is .*, expected bfloat16\[kv_rows, 96\]"),
+        (
+            {"kv": Spec((ROWS, 96), "int32")},
+            r"operand 'kv' is int32\[kv_rows, 96\]: keys and values are kept as floats",
+        ),
         ({"q": Spec((TOKENS, 16 * SEQS), "bfloat16")}, "q must have all heads"),
         ({"extents": Spec((EXTENTS, 3), "int64")}, "operand 'extents' is .*, expected int64\\[extents, 4\\]"),
         ({"extents": Spec((EXTENTS, 4), "int32")}, r"operand 'extents' is .*, expected int64\[extents, 4\]"),
@@ -703,7 +759,10 @@ def test_store_refuses() -> None:
     for change, message in (
         ({"v": Spec((TOKENS, 8), "bfloat16")}, r"operand 'v' is .*, expected bfloat16\[tokens, 16\]"),
         ({"positions": Spec((TOKENS,), "int64")}, r"operand 'positions' is .*, expected int32\[tokens\]"),
-        ({"kv": Spec((ROWS, 96), "float32")}, r"operand 'kv' is .*, expected bfloat16\[kv_rows, 96\]"),
+        (
+            {"kv": Spec((ROWS, 96), "int32")},
+            r"operand 'kv' is int32\[kv_rows, 96\]: keys and values are kept as floats",
+        ),
         ({"cu_extents": Spec((SEQS,), "int32")}, r"operand 'cu_seqlens' is .*, expected int32\[seqs\]"),
         ({"head_size": 5}, r"operand 'k' is .*, expected bfloat16\[tokens, K\*5\]"),
     ):
@@ -864,11 +923,12 @@ def test_a_toy_model_decodes_through_its_state(workspace: Workspace, block: int,
 
 @pytest.mark.parametrize("device", ["cpu", "h200"])
 def test_plans_of_the_toy_are_proved_and_their_claims_checked(device: str) -> None:
-    """Attention over kept keys has one implementation, a state its own pool; the checker counts for itself."""
+    """Attention over kept keys is the plain one for such heads, a state its own pool; the checker counts for itself."""
     dims = {"tokens": 300, "kv_rows": 5000, "keys": 4000, "seqs": 3, "span": 1500, "extents": 7}
     plan = plan_graph(toy(4, dtype="bfloat16"), dims=dims, device=device)
     document = plan.document
-    assert check_plan(document) == [] and document["implementations"] == {}
+    plain = {"kv_attention": "triton"} if device == "h200" else {}
+    assert check_plan(document) == [] and document["implementations"] == plain
     state = next(b for b in document["buffers"] if b["name"] == "kv")
     assert (state["pool"], state["start"], state["end"]) == ("state/kv", 0, len(document["ops"]))
     ops = {

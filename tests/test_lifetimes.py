@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from mosaic.planner.check import check_plan
+from mosaic.planner.compiling import compile_body
 from mosaic.planner.lifetimes import Lifetimes, derive
 from mosaic.planner.planner import plan_point
 from mosaic.planner.space import Config
-from mosaic.planner.template import compile_body
 from mosaic.registrar.graph import Buffer, Graph
 from mosaic.registrar.operator import Operator
 from mosaic.registrar.polynomial import Polynomial
@@ -152,7 +152,7 @@ def test_an_input_of_the_inner_region_lives_to_its_end() -> None:
     assert [s.alive(*active)["h"] for active in ((), ("outer",), ("inner",), ("outer", "inner"))] == [
         (0, 2), (0, 2), (0, 3), (0, 3),
     ]  # fmt: skip
-    assert s.derive("inner").homes[h.id] is None, "a dissolved region is nobody's home"
+    assert s.derive("inner").homes[h.id] is None, "a dissolved region is no home"
     assert s.derive("outer").homes[h.id] == 0
 
 

@@ -15,7 +15,7 @@ from mosaic.planner import limits, placement
 from mosaic.planner.limits import holds, is_feasible, max_context, search_and_place, smallest_host, smallest_total
 from mosaic.planner.offsets import solve
 from mosaic.planner.placement import Placement, place
-from mosaic.planner.rungs import smallest, whole_grid
+from mosaic.planner.search import smallest, whole_grid
 from mosaic.planner.space import Config, Point, Space
 from mosaic.planner.template import compile_template
 from mosaic.registrar.graph import Graph
@@ -185,7 +185,7 @@ class Packings:
         monkeypatch.setattr(limits, "replayed", self.replayed)
 
     def missed(self, config: Config) -> list[int]:
-        """Of the portfolio, the quick one, two replayed ones and one that is worse than all."""
+        """The placements of the portfolio, the quick solver, two replays, and one that is worse than all."""
         if config not in self.known:
             others = [self.rng.choice(self.misses) for _ in range(4)]
             self.known[config] = [min(others), *others[1:], max(others) + self.rng.choice(self.misses)]

@@ -1,4 +1,4 @@
-"""What the checker accepts has no race, by unrolling every iteration of every loop; side ops moved about at random."""
+"""Plans that the checker accepts have no race, by unrolling every iteration of every loop; side ops moved about at random."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plan_races import races
 from mosaic.planner.check import check_plan
 from mosaic.planner.check.lifetimes import derive_lifetimes
 from mosaic.planner.check.reading import read_document, read_skeleton
-from mosaic.planner.check.structure import check_structure
+from mosaic.planner.check.safety import check_structure
 
 Document = dict[str, Any]
 Row = dict[str, Any]
@@ -30,7 +30,7 @@ def test_examples_have_no_race(name: str) -> None:
 
 @pytest.mark.parametrize("mutation", ["drop_edge", "wait_late", "fork_early", "evict_window", "unslice", "share_slot"])
 def test_the_long_way_round_finds_races(mutation: str) -> None:
-    """Each of these leaves a race, some of them only between two iterations; ops of one stream may see each other's rows."""
+    """Each case has a race, some only between two iterations; ops of one stream may see each other's rows."""
     found = []
     for name in WITH_SIDE_OPS:
         for seed in range(4):

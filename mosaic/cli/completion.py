@@ -1,8 +1,6 @@
-"""Names that a shell completes: `mosaic --install-completion` teaches it to ask."""
+"""Shell completion of names; `mosaic --install-completion` enables it."""
 
 from __future__ import annotations
-
-__all__ = ["device_names", "model_names", "solver_names"]
 
 
 def device_names(incomplete: str) -> list[str]:
@@ -22,8 +20,7 @@ def model_names(incomplete: str) -> list[str]:
     >>> model_names("llada-8")
     ['llada-8b']
     """
-    from mosaic.models import PRESETS
-    from mosaic.models.shipped import SHIPPED
+    from mosaic.models import PRESETS, SHIPPED
 
     return [name for name in (*SHIPPED, *PRESETS) if name.startswith(incomplete)]
 

@@ -1,10 +1,10 @@
 """kv_attention: softmax(q k^T * scale) v per sequence, over keys and values kept in rows of a state buffer.
 
-Row r of q is row `row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`, at
-position p, those before (p // block + 1) * block; with `sees`, those at positions in [sees[r, 0], sees[r, 1]). Where a key
-lies, `mosaic.registrar.operators.kv_store` says. A row in no sequence, or that sees no key, is left as it was. The queries of
-all heads that share keys are packed into one tile; online softmax in float32 (float64 for float64). Legend: T query rows, R
-rows, L layers, S keys, B sequences, X extents, N query heads, K KV heads, H size.
+Row r of q is row `row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`,
+at position p, those before (p // block + 1) * block; with `sees`, those at positions in [sees[r, 0], sees[r, 1]).
+`mosaic.registrar.operators.kv_store` describes the layout of keys. A row in no sequence, or without a visible key, is
+unchanged. The queries of all heads that share keys are packed into one tile; online softmax in float32 (float64 for
+float64). Legend: T query rows, R rows, L layers, S keys, B sequences, X extents, N query heads, K KV heads, H size.
 """
 
 from __future__ import annotations
@@ -30,28 +30,11 @@ Finish: TypeAlias = Callable[[tuple[slice, slice, slice], Tensor], object]
 
 
 def bind(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    seen: Tensor,
-    cu_seqlens: Tensor,
-    positions: Tensor,
-    y: Tensor,
-    sees: Tensor | None = None,
-    layer: int,
-    kv_heads: int,
-    head_size: int,
-    scale: float,
-    span: int = 0,
-    keys: int = 0,
-    block: int = 0,
-    parts: int = 1,
-    row_start: int = 0,
-    logsumexp: Tensor | None = None,
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, seen: Tensor, cu_seqlens: Tensor, positions: Tensor,
+    y: Tensor, sees: Tensor | None = None, layer: int, kv_heads: int, head_size: int, scale: float, span: int = 0,
+    keys: int = 0, block: int = 0, parts: int = 1, row_start: int = 0, logsumexp: Tensor | None = None,
     scratch: Tensor | None = None,
-) -> Run:
+) -> Run:  # fmt: skip
     """Write the attention of the query rows into y [T, N*H]; lengths, extents and positions are read on the host.
 
     `logsumexp`, float32 [T, N], is for `prefix_attention`: the log-sum-exps of the rows' scores.
@@ -59,12 +42,14 @@ def bind(
     group = q.shape[1] // (kv_heads * head_size)
     rows, sums = q.shape[0], None
     if logsumexp is None:
-        asked, masked = {"q": q} if sees is None else {"q": q, "sees": sees}, bool(block) or sees is not None
+        asked, masked = {"q": q, "kv": kv}, bool(block) or sees is not None
+        if sees is not None:
+            asked["sees"] = sees
         converted, tiles = parted(
             tiles_of("kv_attention", scratch, asked, head_size=head_size, block=block), masked=masked
         )
     else:
-        sums, *found = tiles_of("prefix_attention", scratch, {"q": q}, head_size=head_size)
+        sums, *found = tiles_of("prefix_attention", scratch, {"q": q, "kv": kv}, head_size=head_size)
         converted, tiles = parted(found, masked=True)
     q_KTGH, y_KTGH = (x.view(rows, kv_heads, group, head_size).transpose(0, 1) for x in (q, y))
     sums_KTG = None if logsumexp is None else logsumexp.view(rows, kv_heads, group).transpose(0, 1)
@@ -87,7 +72,7 @@ def bind(
 
 
 def _storing(y_KTGH: Tensor, sums_KTG: Tensor | None, sums: Tensor | None) -> Finish:
-    """Write what each tile is found to be, and its log-sum-exps where there is a place for them."""
+    """Write each tile's result, and its log-sum-exps if they are asked for."""
 
     def store(tile: tuple[slice, slice, slice], found: Tensor) -> None:
         y_KTGH[tile].copy_(found)
@@ -122,7 +107,7 @@ def attend_heads(
     q_KTGH
         Query rows of every KV head and head of its group.
     kept
-        The keys, in order of position from 0 on; every row sees a key of the first tile.
+        The keys, in order of position; unless `since` is given, every row sees a key of the first tile.
     seen, since
         How many of them each row sees, and from which on, where not from the first.
     converted, tiles
@@ -130,7 +115,7 @@ def attend_heads(
     """
     (query, *wide), (heads, count, group, _) = converted, q_KTGH.shape
     most = max(seen)
-    whole = kept[0][1].shape[2] >= most and not wide
+    whole = kept[0][0] + kept[0][1].shape[2] >= most and not wide
     rows, keys = tile_shape(most, in_place=whole)
     members = min(group, rows)
     places = [*_places(kept, keys)]
@@ -142,7 +127,7 @@ def attend_heads(
             for start in range(0, count, tokens):
                 tile = mine, slice(start, start + tokens), slice(member, member + members)
                 part, limits = q_KTGH[tile], seen[start : start + tokens]
-                apart = bool(wide) or members > 1
+                apart = query.dtype != q_KTGH.dtype or members > 1
                 packed = beginning(query, part.shape).copy_(part).flatten(1, 2) if apart else part.squeeze(2)
                 parts = _key_tiles(places, mine, max(limits), wide)
                 log_sums = None if sums is None else sums[: packed.shape[0] * packed.shape[1]]
@@ -184,9 +169,10 @@ def reference(
         count = int(seen[sequence])
         if not count:
             continue
-        k_KSH, v_KSH = torch.cat([both for _, both in kept[sequence]], dim=2)[:, :, :count]
+        first = kept[sequence][0][0]
+        k_KSH, v_KSH = torch.cat([both for _, both in kept[sequence]], dim=2)[:, :, : count - first].to(q.dtype)
         q_KGTH = q[start:end].view(end - start, kv_heads, group, head_size).permute(1, 2, 0, 3)
-        hidden = ~visible(positions[start:end], count, block, None if sees is None else sees[start:end])
+        hidden = ~visible(positions[start:end], count, block, None if sees is None else sees[start:end])[:, first:]
         scores = (q_KGTH @ k_KSH[:, None].transpose(2, 3) * scale).masked_fill(hidden, float("-inf"))
         y[start:end] = (torch.softmax(scores, dim=3) @ v_KSH[:, None]).permute(2, 0, 1, 3).flatten(1)
     return y

@@ -1,7 +1,7 @@
-"""query_change: by how much each sequence's queries differ from the kept ones; new ones are kept.
+"""query_change: the relative change of each sequence's queries since they were kept; refreshed ones are kept anew.
 
-What is kept and what is compared, the contract says (`mosaic.registrar.operators.query_change`; FlashBlock, LoSA). Sums are
-in float32 (float64 for float64). Legend: T query rows, C columns, E owners, M rows of a block, B sequences.
+The operator's record defines both (`mosaic.registrar.operators.query_change`; FlashBlock, LoSA). Sums are in float32
+(float64 for float64). Legend: T query rows, C columns, E owners, M rows of a block, B sequences.
 """
 
 from itertools import pairwise

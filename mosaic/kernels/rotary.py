@@ -14,15 +14,9 @@ from mosaic.kernels.shared.scratch import tiles_of
 
 
 def bind(
-    *,
-    x: Tensor,
-    positions: Tensor,
-    inv_freq: Tensor,
-    head_size: int,
-    sequences: Tensor | None = None,
-    factor: float = 1.0,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, x: Tensor, positions: Tensor, inv_freq: Tensor, head_size: int, sequences: Tensor | None = None,
+    factor: float = 1.0, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Rotate the heads of x [T, N*H] in place by their rows' positions, and their sequences' frequencies."""
     tokens, half = x.shape[0], inv_freq.shape[-1]
     heads = x.shape[-1] // head_size
@@ -89,14 +83,9 @@ def _bind_tile(
 
 
 def reference(
-    *,
-    x: Tensor,
-    positions: Tensor,
-    inv_freq: Tensor,
-    head_size: int,
-    sequences: Tensor | None = None,
+    *, x: Tensor, positions: Tensor, inv_freq: Tensor, head_size: int, sequences: Tensor | None = None,
     factor: float = 1.0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the rotated rows in plain PyTorch, in the dtype of x (the angles too)."""
     x_TNH = x.reshape(x.shape[0], -1, head_size)
     half = inv_freq.shape[-1]

@@ -11,26 +11,11 @@ from mosaic.kernels.shared.scratch import tiles_of
 
 
 def bind(
-    *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    cu_seqlens: Tensor,
-    positions: Tensor,
-    inv_freq: Tensor,
-    layer: int,
-    head_size: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    sequences: Tensor | None = None,
-    eps: float = 0.0,
-    factor: float = 1.0,
-    row_start: int = 0,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor,
+    positions: Tensor, inv_freq: Tensor, layer: int, head_size: int, q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None, sequences: Tensor | None = None, eps: float = 0.0, factor: float = 1.0,
+    row_start: int = 0, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Update q and kv."""
     operands = {"q": q, "k": k, "inv_freq": inv_freq} | ({} if q_norm is None else {"q_norm": q_norm})
     keys, rotation, norms = tiles_of("rotary_store", scratch, operands, head_size=head_size)
@@ -67,25 +52,11 @@ launch = launcher(bind)
 
 
 def reference(
-    *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    cu_seqlens: Tensor,
-    positions: Tensor,
-    inv_freq: Tensor,
-    layer: int,
-    head_size: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    sequences: Tensor | None = None,
-    eps: float = 0.0,
-    factor: float = 1.0,
+    *, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor,
+    positions: Tensor, inv_freq: Tensor, layer: int, head_size: int, q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None, sequences: Tensor | None = None, eps: float = 0.0, factor: float = 1.0,
     row_start: int = 0,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Return q and kv after the update, by name, in plain PyTorch."""
     turned = []
     for x, norm in ((q, q_norm), (k, k_norm)):

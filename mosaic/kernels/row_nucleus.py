@@ -1,4 +1,4 @@
-"""row_nucleus: a token of each row drawn from what top-p and top-k keep.
+"""row_nucleus: a token of each row drawn from those within top-p and top-k.
 
 In the order of the logits, the highest first, ties to the lower id, the first n tokens are kept: those before which the
 softmax of logits / temperature has no more mass than top_p (1 and more: all), and no more than top_k (0 and less: all).
@@ -23,18 +23,9 @@ _LOWEST = torch.finfo(torch.float32).min
 
 
 def launch(
-    *,
-    logits: Tensor,
-    keys: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    top_k: Tensor,
-    sample: Tensor,
-    probability: Tensor,
-    margin: Tensor,
-    entropy: Tensor,
-    scratch: Tensor | None = None,
-) -> None:
+    *, logits: Tensor, keys: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, sample: Tensor,
+    probability: Tensor, margin: Tensor, entropy: Tensor, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the samples and the figures of the rows of logits [C, V]; their settings are read on the host."""
     tiles = tiles_of("row_nucleus", scratch, {"logits": logits})
     settings = zip(temperature.tolist(), top_p.tolist(), top_k.tolist(), strict=True)

@@ -16,19 +16,9 @@ from mosaic.kernels.shared.statistics import RowStatistics, statistics_reference
 
 
 def bind(
-    *,
-    logits: Tensor,
-    keys: Tensor,
-    temperature: Tensor,
-    token: Tensor,
-    maximum: Tensor,
-    second: Tensor,
-    logsumexp: Tensor,
-    entropy: Tensor,
-    sample: Tensor,
-    sample_logit: Tensor,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, logits: Tensor, keys: Tensor, temperature: Tensor, token: Tensor, maximum: Tensor, second: Tensor,
+    logsumexp: Tensor, entropy: Tensor, sample: Tensor, sample_logit: Tensor, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Write the statistics and the samples of the rows of logits [C, V]."""
     state = RowStatistics.with_samples(
         "row_sample", logits.shape[0], scratch, {"logits": logits}, keys=keys, temperature=temperature, sample=sample,

@@ -17,8 +17,6 @@ from mosaic.models.rotary import Rotary
 from mosaic.registrar.schemes.plain import PLAIN
 from mosaic.registrar.schemes.scheme import Scheme
 
-__all__ = ["Architecture", "Attention", "FeedForward", "Layer", "TensorNames"]
-
 MOST_LAYERS: Final = 4096
 MOST_PARAMETERS: Final = 1 << 48
 """The largest supported number; a config with more is damaged."""
@@ -208,7 +206,9 @@ class Architecture:
     pad_token_id
         The token that pads a batch; None if the config names none.
     dtype
-        Of hidden states, activations and keys, and of weights that are not encoded by a scheme.
+        Of hidden states and activations, and of weights that are stored as they are.
+    keys
+        The dtype that keys and values are kept in; that of activations, if not given.
     scheme
         How the matrices of layers are stored.
 
@@ -228,6 +228,7 @@ class Architecture:
     shifted: bool = False
     published: str = ""
     dtype: str = "bfloat16"
+    keys: str = ""
     scheme: Scheme = PLAIN
     max_positions: int = 0
     block: int = 0

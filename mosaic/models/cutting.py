@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from mosaic.registrar.graph import Buffer
     from mosaic.registrar.schemes.scheme import Bundle
 
-__all__ = ["Prefix", "Suffix"]
-
 
 def _check(step: StepGraph, cut: Cut) -> None:
     """Raise a `GraphError` if the layer cannot be cut."""

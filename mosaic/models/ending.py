@@ -16,8 +16,6 @@ from mosaic.models.residency import Residency
 from mosaic.registrar.graph import Buffer, Graph
 from mosaic.registrar.polynomial import Polynomial
 
-__all__ = ["WITHOUT_HIDDEN", "StepEnding"]
-
 LOGITS_TILE: Final = 64
 WITHOUT_HIDDEN: Final = (
     "the last layer does not compute all hidden states: set `reads_hidden` on the part that reads them."

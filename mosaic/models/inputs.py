@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from mosaic.models.rotary import Rotary
     from mosaic.registrar.graph import Buffer, Graph
 
-__all__ = ["ROW_BOUNDS", "Frequencies", "Input", "Per", "StepInputs", "Supply", "Window"]
-
 Per: TypeAlias = Literal["token", "extent", "row", "logit_row", "sequence", "bound", "page", "step"]
 """What one value of an input belongs to. A `bound` is where a sequence begins: there is one more than sequences."""
 Supply: TypeAlias = Callable[[], "Buffer"]

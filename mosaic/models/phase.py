@@ -20,8 +20,6 @@ from mosaic.registrar.bucketed import BucketedStep
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = ["FULL_STEP", "GraphOf", "Phase"]
-
 GraphOf: TypeAlias = Literal["whole", "prefix", "suffix"]
 """Which graph of a phase: its only one, or the first or second of a cut phase."""
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from mosaic.registrar.operator import Dim
     from mosaic.registrar.schemes.scheme import Bundle, Matrix
 
-__all__ = ["SLOTS", "Hidden", "Residency", "fetched", "stored"]
-
 WEIGHTS: Final = "weights"
 FETCH: Final = "fetch"
 STORE: Final = "store"

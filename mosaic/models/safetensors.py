@@ -21,23 +21,6 @@ from mosaic.registrar.dtypes import ITEMSIZE
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = [
-    "AGAIN",
-    "INDEX",
-    "SAFETENSORS_DTYPES",
-    "SINGLE",
-    "Layout",
-    "TensorEntry",
-    "find_entry",
-    "is_stack",
-    "members",
-    "missing",
-    "read_header",
-    "refuse_unused",
-    "tensor_rows",
-    "wrong",
-]
-
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 _STACK: Final = re.compile(r"\{0:(\d+)\}")

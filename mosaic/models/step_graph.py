@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from mosaic.registrar.operator import Dim
     from mosaic.registrar.polynomial import Polynomial
 
-__all__ = ["Ending", "StepGraph"]
-
 
 class StepGraph(Protocol):
     """The registration of one step.
@@ -42,6 +40,8 @@ class StepGraph(Protocol):
         Rotary frequencies by rule; the sequence of each token if each sequence has its own frequencies, else None.
     kv
         The state [R, W] of keys and values, if the cache policy has one.
+    near
+        The state [R, W] of layers with a window, where it is another, else None.
     fused
         Whether ops between products are fused into them, for steps of few rows: a choice of steps over kept keys.
     arrivals
@@ -62,6 +62,7 @@ class StepGraph(Protocol):
     inv_freq: dict[Rotary, Buffer]
     sequences: Buffer | None
     kv: Buffer
+    near: Buffer | None
     fused: bool
     arrivals: Buffer | None
 

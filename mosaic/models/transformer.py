@@ -26,8 +26,6 @@ from mosaic.registrar.operator import Dim
 from mosaic.registrar.schemes.plain import PLAIN
 from mosaic.registrar.schemes.scheme import Bundle, Matrix, product
 
-__all__ = ["TransformerStep", "register_step"]
-
 FFN_TILE = 128
 EXPERT_TILE = 128
 
@@ -54,6 +52,7 @@ class TransformerStep:
     """
 
     kv: Buffer
+    near: Buffer | None = None
 
     def __init__(self, g: Graph, arch: Architecture, phase: Phase) -> None:
         self.g, self.arch, self.phase = g, arch, phase

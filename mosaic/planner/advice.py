@@ -19,8 +19,6 @@ from mosaic.planner.search import TOLERANCE
 from mosaic.planner.template import collector_paused
 from mosaic.units import MIB, format_bytes, format_seconds, format_tokens, round_up
 
-__all__ = ["Misfit", "Option", "misfit"]
-
 ANY_HOST: Final = 1 << 42
 """More pinned memory than a host has: 4 TiB."""
 
@@ -231,7 +229,7 @@ def _one_on_host(plan: Plan, planner: Planner, request: Request, *, also: str = 
 
 
 def _worthwhile(request: Request, what: str, ways: Sequence[tuple[Planner, str]]) -> Iterator[Option]:
-    """Options from the least memory to the most, without those that are no faster than one before."""
+    """Options by increasing memory, without any that is no faster than an earlier one."""
     best = inf
     for planner, arguments in ways:
         for option in _planned(planner, request, what, arguments):
@@ -257,7 +255,7 @@ def _named(other: Planner, planner: Planner) -> str:
 
 
 def _fewer_rows(planner: Planner, request: Request) -> Iterator[Option]:
-    """As many masked rows as fit."""
+    """The most masked rows that fit."""
     if not request.size.has_rows or request.phase.cut is not None:
         return
     rows = _most(request.size.rows, lambda n: _fits(planner, replace(request, masked=n)))
@@ -274,7 +272,7 @@ def _shorter(planner: Planner, request: Request, plan: Plan) -> Iterator[Option]
 
 
 def _fewer_sequences(planner: Planner, request: Request) -> Iterator[Option]:
-    """As many sequences of a packed batch as fit, in their order."""
+    """The most sequences of a packed batch that fit, in their order."""
     if request.phase.cached:
         return
     lengths = request.seq_lens

@@ -16,8 +16,6 @@ from mosaic.units import Size, parse_tokens
 if TYPE_CHECKING:
     from mosaic.registrar.program import Build, Program
 
-__all__ = ["plan_graph", "plan_program"]
-
 
 def plan_graph(
     build: Build,

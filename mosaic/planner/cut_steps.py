@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["pays_up_to"]
-
 PAYS: Final = 0.98
 """The largest share of a whole step's time at which a cut step is taken: predictions are not more precise."""
 

@@ -14,8 +14,6 @@ from mosaic.errors import UnknownName, UsageError
 from mosaic.planner.template import Template
 from mosaic.units import round_up
 
-__all__ = ["Config", "Grid"]
-
 
 class Config(NamedTuple):
     """One option per choice and one row count (None: off) per knob, in the template's order."""

@@ -6,8 +6,6 @@ from mosaic.errors import GraphError
 from mosaic.planner.body import Body
 from mosaic.registrar.operators import find
 
-__all__ = ["kernels_on_request"]
-
 
 def kernels_on_request(body: Body, backend: str) -> frozenset[str]:
     """The kernels for which batch-invariant plans take an implementation that other plans do not.

@@ -19,7 +19,7 @@ _UNLISTED = frozenset({"weights", "host", "external"})
 
 
 class BarrierRecord(NamedTuple):
-    """What one region (or explicit barrier, `region` None) keeps alive over [start, end)."""
+    """The buffers that one region (or explicit barrier, `region` None) keeps alive over [start, end)."""
 
     name: str
     region: int | None

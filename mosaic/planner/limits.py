@@ -14,22 +14,8 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 from mosaic.planner.placement import Placement, place, replayed
-from mosaic.planner.rungs import Rung, groups, smallest
-from mosaic.planner.search import SearchResult, lowest, search, trace_step
+from mosaic.planner.search import Rung, SearchResult, groups, lowest, search, smallest, trace_step
 from mosaic.planner.space import Config, Point, Space
-
-__all__ = [
-    "QUICK",
-    "DimsAt",
-    "MemoryBytes",
-    "holds",
-    "is_feasible",
-    "least",
-    "max_context",
-    "search_and_place",
-    "smallest_host",
-    "smallest_total",
-]
 
 DimsAt = Callable[[int], Mapping[str, int]]
 _FAR: Final = 1 << 20

@@ -18,8 +18,6 @@ import numpy.typing as npt
 from mosaic.planner.body import Body
 from mosaic.planner.lifetimes import Lifetimes
 
-__all__ = ["ALIGNMENT", "PeakFormula", "formula_text", "peak_formula"]
-
 ALIGNMENT = 512
 """Bytes to which sizes in the workspace are rounded before lower bound and peak are compared."""
 

@@ -16,8 +16,6 @@ from mosaic.planner.offsets import Guard, Order, Problem, Solution, solve
 from mosaic.planner.peaks import ALIGNMENT
 from mosaic.planner.space import Config, Point, Variant
 
-__all__ = ["NODE_LIMIT", "Placement", "place", "problem_of", "replayed"]
-
 _log = logging.getLogger(__name__)
 
 NODE_LIMIT: Final = 50_000

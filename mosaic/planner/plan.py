@@ -22,8 +22,6 @@ from mosaic.planner.document import SCHEMA, Draft
 from mosaic.planner.plan_records import PlanRecords
 from mosaic.registrar.operator import Operator
 
-__all__ = ["Plan"]
-
 
 class Plan:
     """A plan, read-only. `document` is its JSON form; properties give its main figures.

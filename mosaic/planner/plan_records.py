@@ -13,18 +13,6 @@ from typing import Any, Protocol, TypeAlias
 
 from mosaic.registrar.dtypes import ITEMSIZE
 
-__all__ = [
-    "AnyPlan",
-    "PlanBarrier",
-    "PlanBuffer",
-    "PlanEdge",
-    "PlanOp",
-    "PlanPool",
-    "PlanRecords",
-    "PlanRegion",
-    "records_in",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPool:

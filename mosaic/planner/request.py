@@ -15,8 +15,6 @@ from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.units import Size, parse_lengths, parse_tokens
 
-__all__ = ["DEFAULT_MASK_RATIO", "Request"]
-
 DEFAULT_MASK_RATIO: Final = 0.5
 
 

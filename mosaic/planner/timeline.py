@@ -16,8 +16,6 @@ from typing import Final, NamedTuple, TypeAlias
 
 from mosaic.planner.body import Body
 
-__all__ = ["Row", "Timeline", "overlapping_loops"]
-
 _MAIN: Final = 0
 _LONGEST_PERIOD: Final = 64
 """The most steps of a layer that is recognised as repeated; longer ones are simulated in full."""

@@ -9,8 +9,6 @@ from typing import ClassVar, TypeAlias
 
 from mosaic.errors import BucketOverflow, GraphError
 
-__all__ = ["BucketedStep", "Buckets", "ProgramStep"]
-
 Buckets: TypeAlias = Sequence[int] | Callable[[Mapping[str, int]], Sequence[int]]
 """Sizes, ascending; or a function that computes them from the dims of a step."""
 

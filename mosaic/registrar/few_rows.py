@@ -12,8 +12,6 @@ from typing import Final
 
 from mosaic.registrar.operator import Dim, require
 
-__all__ = ["COLUMNS", "FEW_ROWS", "partial_floats", "require_arrivals", "split_count", "tile_count"]
-
 FEW_ROWS: Final = 64
 """Most rows per launch: more rows are several launches."""
 COLUMNS: Final = 64

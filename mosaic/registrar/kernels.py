@@ -8,8 +8,6 @@ from dataclasses import replace
 from mosaic.registrar.operator import Attrs, Implementation, Scratch, Specs
 from mosaic.registrar.tiles import Tiled, Tiles
 
-__all__ = ["kernels_of"]
-
 
 def kernels_of(
     name: str,

@@ -99,7 +99,7 @@ class Implementation:
     serves
         Whether it supports a launch, from specs with the step's sizes (a sliced axis has its whole length) and the
         attributes; None: it supports every launch. Each operator has, on each backend that it runs on, one
-        implementation that supports every launch.
+        implementation that supports every launch on any card.
     rate
         The device's rate that bounds it; None: the operator's.
     row_origin
@@ -111,6 +111,9 @@ class Implementation:
         depends on the number of other rows.
     on_request
         Whether only batch-invariant plans take it.
+    capability
+        The compute capability (90: sm_90) of the only cards that it runs on; None: it runs on any. If a profile has no rates
+        of attention by its name, those of another implementation stand in.
     """
 
     backend: Backend
@@ -124,6 +127,7 @@ class Implementation:
     on_host: frozenset[str] = frozenset()
     invariant: bool = False
     on_request: bool = False
+    capability: int | None = None
 
     def __post_init__(self) -> None:
         _known("backend", [self.backend], BACKENDS)
@@ -131,6 +135,10 @@ class Implementation:
             _known("rate", [self.rate], get_args(Rate))
         if not self.name:
             object.__setattr__(self, "name", self.backend)
+
+    def runs_on(self, capability: int) -> bool:
+        """Tell whether it runs on cards of a compute capability; 0 where it is not known."""
+        return self.capability in (None, capability)
 
     @property
     def operands(self) -> frozenset[str]:
@@ -306,10 +314,10 @@ class Operator:
         ways, names = self.on(backend), [way.name for way in self._all_on(backend)]
         if len(set(names)) < len(names):
             raise GraphError(f"operator '{self.name}' has two implementations of one name on {backend}: {names}")
-        if all(way.serves is not None for way in ways):
+        if all(way.serves is not None or way.capability is not None for way in ways):
             raise GraphError(
-                f"operator '{self.name}': of its implementations none on {backend} serves every launch; leave `serves` out of "
-                f"one of {', '.join(names)}"
+                f"operator '{self.name}': of its implementations none on {backend} serves every launch on any card; leave "
+                f"`serves` and `capability` out of one of {', '.join(names)}"
             )
 
     def on(self, backend: str, *, invariant: bool = False) -> tuple[Implementation, ...]:
@@ -340,14 +348,16 @@ class Operator:
             If there is no such backend, or no such implementation on it.
         """
         for way in self._all_on(backend):
-            if way.name == name or (name is None and way.serves is None):
+            if way.name == name or (name is None and way.serves is None and way.capability is None):
                 return way
         known = [way.name for way in self._all_on(backend)]
         raise UnknownName(f"implementation of {self.name} on {backend}", name or backend, known)
 
-    def serving(self, backend: str, specs: Specs, attrs: Attrs) -> tuple[str, ...]:
-        """Name the implementations on a backend that support a launch of these specs, sizes in integers."""
-        return tuple(way.name for way in self._all_on(backend) if way.serves is None or way.serves(specs, attrs))
+    def serving(self, backend: str, specs: Specs, attrs: Attrs, capability: int = 0) -> tuple[str, ...]:
+        """Name the implementations on a backend that support a launch of these specs, sizes in integers, on cards of a compute
+        capability."""
+        ways = [way for way in self._all_on(backend) if way.runs_on(capability)]
+        return tuple(way.name for way in ways if way.serves is None or way.serves(specs, attrs))
 
     def scratch_bytes(self, backend: str, specs: Specs, attrs: Attrs) -> Dim:
         """Return the scratch bytes of one launch on a backend, the largest of all implementations; 0 if none."""

@@ -13,8 +13,6 @@ from mosaic.registrar.operator import Dim, Operator, Spec
 from mosaic.registrar.operators import find
 from mosaic.registrar.polynomial import Polynomial, symbol
 
-__all__ = ["SCHEMA", "from_json", "to_json"]
-
 SCHEMA: Final = "mosaic.graph/1"
 
 

@@ -16,33 +16,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from mosaic.registrar.dtypes import ITEMSIZE
 from mosaic.registrar.operator import Attrs, Dim, Specs
 
-__all__ = [
-    "COUNTERS",
-    "COUNTER_COLUMNS",
-    "GROUP_RUN",
-    "KEY_ROWS",
-    "PRODUCT_TILE",
-    "QUERY_ROWS",
-    "ROW_NUMBERS",
-    "SAMPLE_TILES",
-    "SCORES",
-    "SCORE_ROWS",
-    "TILE_ALIGNMENT",
-    "TILE_ROWS",
-    "WHOLE_KEYS",
-    "Tile",
-    "Tiled",
-    "Tiles",
-    "attention_tiles",
-    "compute_dtype",
-    "linear_tiles",
-    "norm_tiles",
-    "sample_tiles",
-    "statistics_tile",
-    "statistics_tiles",
-    "tiles_bytes",
-]
-
 TILE_ALIGNMENT: Final = 64  # bytes, a cache line; each tile may lose this much to alignment
 
 # Sizes of tiles. The tiles that an op uses together take about 1 to 4 MiB (a typical L2 cache).

@@ -14,8 +14,6 @@ from mosaic.errors import GraphError
 from mosaic.registrar.graph import MAIN, Buffer, Graph, Op, Region
 from mosaic.registrar.operator import Dim, Spec
 
-__all__ = ["validate"]
-
 _DEFINED = frozenset({"input", "weight", "state", "external"})
 _HANDED_ON = frozenset({"output", "state", "external"})
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from mosaic.registrar.program import Build, Program
     from mosaic.runtime.compiled_program import CompiledProgram
 
-__all__ = ["compile"]
-
 
 @overload
 def compile(

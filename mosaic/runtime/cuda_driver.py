@@ -17,8 +17,6 @@ from torch import Tensor
 from mosaic.errors import MissingExtra, MosaicError, RuntimeMemoryError
 from mosaic.units import format_bytes
 
-__all__ = ["Addresses", "CudaDriver", "CudaError", "bindings"]
-
 
 class CudaError(MosaicError):
     """A call that the CUDA driver refused.
@@ -148,7 +146,7 @@ class CudaDriver:
         return int(self._call(self._cuda.cuMemAddressReserve(size, 0, 0, 0), f"reserve {format_bytes(size)}"))
 
     def free_addresses(self, address: int, size: int) -> None:
-        """End a reservation, of which nothing may be mapped any more."""
+        """End a reservation in which nothing is mapped."""
         self._call(self._cuda.cuMemAddressFree(address, size), f"free the addresses {_span(address, size)}")
 
     def create(self, size: int) -> int:

@@ -23,8 +23,6 @@ from mosaic.runtime.range_pool import Range
 from mosaic.runtime.spans import Span, Spans, joined, total, without
 from mosaic.units import MIB, format_bytes, round_up
 
-__all__ = ["CHUNK_BYTES", "CudaMemoryError", "CudaRange"]
-
 _log = logging.getLogger(__name__)
 
 
@@ -53,7 +51,7 @@ class CudaMemoryError(RuntimeMemoryError):
 
 
 def _abandon(driver: CudaDriver, address: int, size: int, chunks: dict[int, int]) -> None:
-    """End a reservation, also of a range that nobody closed. Nothing can be raised from here."""
+    """End the reservation of a range, closed or not. Finalizers cannot raise, so a failure is logged."""
     try:
         if chunks:
             driver.synchronize()
@@ -121,7 +119,7 @@ class CudaRange(Range):
     # --- growing --------------------------------------------------------------------------------------------------
 
     def _grow(self, missing: Spans, populate: bool = True) -> None:
-        """Map spans of the range, with what was saved of them; whatever fails, what was mapped goes back."""
+        """Map spans of the range and restore their saved contents; on failure, unmap all that this call mapped."""
         size = total(missing)
         try:
             with interrupts_held() as raise_pending, ExitStack() as undo:

@@ -10,8 +10,6 @@ from torch import Tensor
 from mosaic.models.safetensors import is_stack, members
 from mosaic.registrar.schemes.scheme import PART, Scheme, part_of
 
-__all__ = ["encode_weights", "plain_weights"]
-
 
 def plain_weights(views: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights that are stored unencoded, as the checkpoint has them."""

@@ -8,8 +8,6 @@ from mosaic.runtime.outputs import MemoryReport
 from mosaic.runtime.range_pool import ClosesOnExit
 from mosaic.runtime.workspace import Workspace
 
-__all__ = ["Face"]
-
 
 class Face(ClosesOnExit):
     """The common base of compiled models and compiled programs."""
@@ -33,7 +31,7 @@ class Face(ClosesOnExit):
             return self._engine.memory()
 
     def trim(self) -> None:
-        """Give back memory that only earlier steps needed, and pages of states in which nobody has a row.
+        """Give back memory that only earlier steps needed, and pages of states without owned rows.
 
         A step that would exceed the budget does so by itself. Until then, a generation's memory is kept for the next
         one. Outputs of the last step stay valid on the CPU; on a CUDA device they are emptied, as by a next step.

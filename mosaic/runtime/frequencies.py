@@ -12,8 +12,6 @@ from torch import Tensor
 
 from mosaic.models.rotary import Rotary
 
-__all__ = ["inverse_frequencies"]
-
 
 def inverse_frequencies(rotary: Rotary, length: int = 0) -> Tensor:
     """Compute the angle that each pair of dims turns per position.

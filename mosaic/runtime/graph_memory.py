@@ -18,8 +18,6 @@ from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.units import MIB, format_bytes
 
-__all__ = ["GRAPH_BYTES", "GraphMemory", "NoRoom"]
-
 GRAPH_BYTES: Final = 256 * MIB
 """The most that captured graphs of a model take, if the budget has it free."""
 
@@ -50,7 +48,7 @@ class GraphMemory:
     drain
         Waits until no graph runs.
     make_room
-        Called if there is less room than `most_bytes`: gives back memory of the budget that nobody needs.
+        Called if there is less room than `most_bytes`: gives back unneeded memory of the budget.
     most_bytes
         The most that all graphs take together.
     reserved_bytes
@@ -113,7 +111,7 @@ class GraphMemory:
         return kept.graph
 
     def capture(self, key: Hashable, capture: Callable[[], torch.cuda.CUDAGraph]) -> None:
-        """Capture the graph of a key, launch it, and count what it takes.
+        """Capture the graph of a key, launch it, and count its bytes.
 
         Raises
         ------

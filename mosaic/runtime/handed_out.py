@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-__all__ = ["HandedOut"]
-
 
 class HandedOut:
     """The views handed out last. On a device, one access to freed memory ends the whole process.

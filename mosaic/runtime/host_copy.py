@@ -10,8 +10,6 @@ from torch import Tensor
 
 from mosaic.runtime.streams import device_lost
 
-__all__ = ["Arriving", "HostCopy", "bytes_of", "spans", "view_like"]
-
 ALIGNED: Final = 16
 """Alignment in bytes of every result in the host buffer, enough for every dtype."""
 KEPT: Final = 256

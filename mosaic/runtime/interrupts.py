@@ -12,8 +12,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, Self
 
-__all__ = ["hear_interrupts", "interrupts_held", "interrupts_let_through"]
-
 SIGNALS: Final = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGVTALRM", "SIGUSR1", "SIGUSR2")

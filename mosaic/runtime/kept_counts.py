@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from math import ceil
 
-__all__ = ["KeptCounts"]
-
 RATE = 0.125
 """The weight of the latest step in the running averages."""
 SPREAD = 2.0

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from mosaic.runtime.engine import Ran
     from mosaic.runtime.host_copy import HostCopy
 
-__all__ = ["Launched"]
-
 _NOTHING: Final = {
     "token": torch.empty(0, dtype=torch.int64), "score": torch.empty(0), "committed": torch.empty(0, dtype=torch.bool),
     "chosen": torch.empty(0, dtype=torch.int64),

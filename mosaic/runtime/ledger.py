@@ -5,8 +5,6 @@ from __future__ import annotations
 from mosaic.errors import DoesNotFit
 from mosaic.units import format_bytes
 
-__all__ = ["DeviceLedger"]
-
 
 class DeviceLedger:
     """The bytes of one device by owner, and a budget that their sum never exceeds.

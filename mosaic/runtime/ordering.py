@@ -19,8 +19,6 @@ from mosaic.planner.plan_records import PlanOp, PlanRecords
 from mosaic.runtime.regions import Regions
 from mosaic.runtime.streams import MAIN, Event
 
-__all__ = ["Body", "Signal", "bodies_of"]
-
 NewEvent: TypeAlias = Callable[[], Event]
 
 

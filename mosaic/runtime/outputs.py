@@ -13,8 +13,6 @@ from mosaic.units import format_bytes
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
 
-__all__ = ["MemoryReport", "StepOutput", "output_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:

@@ -29,8 +29,6 @@ from mosaic.runtime.range_pool import Range, RangePool
 from mosaic.runtime.spans import Spans, joined, total, without
 from mosaic.units import MIB, format_bytes, round_up
 
-__all__ = ["PAGE_BYTES", "Access", "HostMemoryError", "Linux", "PagePool", "PageRange"]
-
 PAGE_BYTES: Final = mmap.PAGESIZE
 """Granularity of commits: the system's page, as in the built-in profile of a CPU."""
 

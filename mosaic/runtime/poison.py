@@ -19,8 +19,6 @@ from mosaic.runtime.regions import Region, Regions
 from mosaic.runtime.streams import MAIN
 from mosaic.runtime.views import Views
 
-__all__ = ["POISON", "Fill", "Poison", "Times"]
-
 POISON: Final = 0xFF
 """The fill byte for bytes without a dtype: NaN in every float dtype, -1 in integers."""
 

@@ -1,9 +1,10 @@
-"""What ranges and pools of every kind share: what of a range is memory, and ranges by name, charged to one ledger."""
+"""Shared by ranges and pools of every kind: the committed part of a range, and ranges by name, charged to one ledger."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Protocol, Self
 
 from torch import Tensor
@@ -13,8 +14,6 @@ from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.spans import Spans, inner_pages, total, without
 from mosaic.units import round_up
-
-__all__ = ["ClosesOnExit", "Range", "RangePool", "close_all"]
 
 
 class Closable(Protocol):
@@ -133,7 +132,7 @@ class Range:
         return without([(0, end)], inner_pages(holes, self.page_bytes))
 
     def _grow(self, missing: Spans, populate: bool) -> None:
-        """Make spans memory; whatever fails, nothing has changed."""
+        """Make spans memory; on failure nothing is changed."""
         raise NotImplementedError
 
     def decommit(self, num_bytes: int = 0, *, holes: Spans = ()) -> None:
@@ -161,11 +160,8 @@ class RangePool(ClosesOnExit):
     def __init__(self, ledger: DeviceLedger) -> None:
         self.ledger = ledger
         self._ranges: dict[str, Range] = {}
-
-    @property
-    def ranges(self) -> dict[str, Range]:
+        self.ranges: Mapping[str, Range] = MappingProxyType(self._ranges)
         """The open ranges by name."""
-        return dict(self._ranges)
 
     def _make(self, name: str, capacity_bytes: int) -> Range:
         raise NotImplementedError

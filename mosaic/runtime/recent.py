@@ -6,8 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
-__all__ = ["Recent"]
-
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 

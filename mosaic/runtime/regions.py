@@ -8,8 +8,6 @@ from typing import TypeAlias
 
 from mosaic.planner.plan_records import PlanRecords
 
-__all__ = ["Chunk", "Chunks", "Region", "Regions"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from mosaic.models.phase import Phase
     from mosaic.models.state import State
 
-__all__ = ["SharedSizes"]
-
 
 class SharedSizes:
     """The largest steps that live requests may share, wherever each of them is.
@@ -63,7 +61,7 @@ class SharedSizes:
 
 
 def _with(joined: Mapping[Phase, StepSize], more: Iterable[Sequence[StepSize]]) -> dict[Phase, StepSize]:
-    """What requests share by phase, with the largest steps of others."""
+    """The steps that requests share, by phase, with the largest steps of others."""
     found = {phase: [size] for phase, size in joined.items()}
     for largest in more:
         own: dict[Phase, list[StepSize]] = {}
@@ -97,7 +95,7 @@ def _sums(states: Iterable[Mapping[State, int]]) -> dict[State, int]:
 
 
 def _most(sizes: Sequence[StepSize]) -> StepSize:
-    """One request's size that is at least as large as each of these, of one phase."""
+    """One request's size that is at least as large as each of several sizes of one phase."""
     if len(sizes) == 1:
         return sizes[0]
     keys = [seen for size in sizes for seen in size.keys]

@@ -15,8 +15,6 @@ from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.range_pool import ClosesOnExit
 from mosaic.runtime.spans import Span, Spans, joined, total
 
-__all__ = ["OwnedRows", "RowTable"]
-
 
 class RowTable:
     """Hands out the rows of one state.
@@ -93,7 +91,7 @@ class RowTable:
 
     @property
     def free(self) -> Spans:
-        """Rows `[start, end)` below `rows` that nobody owns."""
+        """Free rows `[start, end)` below `rows`."""
         return self._free
 
     def room(self, count: int) -> int:

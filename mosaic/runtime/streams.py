@@ -16,8 +16,6 @@ import torch
 
 from mosaic.errors import DeviceLost, RuntimeMemoryError
 
-__all__ = ["MAIN", "CudaStreams", "Event", "device_lost", "shared_streams"]
-
 MAIN: Final = "main"
 Event: TypeAlias = Any
 """Whatever `CudaStreams.event` makes."""

@@ -17,8 +17,6 @@ import torch
 
 from mosaic.errors import UsageError
 
-__all__ = ["WEIGHTS_PER_THREAD", "StepThreads"]
-
 WEIGHTS_PER_THREAD: Final = 1 << 26
 """Weights per thread: one thread up to 67 million weights, on most machines all threads from 1 billion on."""
 

@@ -13,8 +13,6 @@ from mosaic.planner.plan_records import PlanBuffer, PlanRecords
 from mosaic.runtime.regions import Chunk, Chunks, Region, Regions
 from mosaic.runtime.workspace import Workspace, torch_dtype
 
-__all__ = ["Column", "Loop", "SliceOf", "Views"]
-
 
 class SliceOf(NamedTuple):
     """Iteration i of a region sees `factor` x its rows of one axis of an operand."""

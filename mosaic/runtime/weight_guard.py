@@ -17,8 +17,6 @@ from mosaic.runtime.poison import POISON
 from mosaic.runtime.views import Views
 from mosaic.runtime.workspace import Workspace
 
-__all__ = ["WeightGuard"]
-
 
 class WeightGuard:
     """The weights and gaps of one plan.

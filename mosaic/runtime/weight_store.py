@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner
 
-__all__ = ["WeightStore"]
-
 NO_WEIGHTS: Final[Mapping[str, Tensor]] = {}
 
 

@@ -29,18 +29,6 @@ from mosaic.runtime.frequencies import inverse_frequencies
 from mosaic.runtime.workspace import HOST, Workspace, torch_dtype
 from mosaic.units import format_bytes
 
-__all__ = [
-    "adopt_tensors",
-    "commit_weights",
-    "fill_randomly",
-    "load_weights",
-    "place_weights",
-    "require_in_place",
-    "save_checkpoint",
-    "streamed_bytes",
-    "weight_views",
-]
-
 INIT_STD: Final = 0.02
 
 

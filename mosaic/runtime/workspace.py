@@ -21,8 +21,6 @@ from mosaic.runtime.page_pool import PAGE_BYTES, PagePool
 from mosaic.runtime.range_pool import ClosesOnExit, Range, RangePool, close_all
 from mosaic.runtime.spans import Spans
 
-__all__ = ["DTYPES", "Workspace", "torch_dtype"]
-
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     name: getattr(torch, name)
     for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")

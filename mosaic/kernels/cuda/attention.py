@@ -111,20 +111,9 @@ def attention_kernel(
 
 
 def launch(
-    *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    y: Tensor,
-    sees: Tensor | None = None,
-    head_size: int,
-    scale: float,
-    span: int = 0,
-    block: int = 0,
-    row_start: int = 0,
-    scratch: Tensor | None = None,
-) -> None:
+    *, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, y: Tensor, sees: Tensor | None = None, head_size: int,
+    scale: float, span: int = 0, block: int = 0, row_start: int = 0, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the attention of the query rows into y [T, N*H]; y may be q itself."""
     rows = q.shape[0]
     heads, kv_heads = q.shape[1] // head_size, k.shape[1] // head_size

@@ -164,19 +164,9 @@ def captured_plan_of(shape: _Shape) -> _Plan:
 
 
 def launch(
-    *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    y: Tensor,
-    head_size: int,
-    scale: float,
-    span: int = 0,
-    block: int = 0,
-    row_start: int = 0,
-    scratch: Tensor | None = None,
-) -> None:
+    *, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, y: Tensor, head_size: int, scale: float, span: int = 0,
+    block: int = 0, row_start: int = 0, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the attention of the query rows into y [T, N*H]; y may be q itself.
 
     A shape's first launch builds its graph, which a stream capture does not allow everywhere: launch once before.

@@ -1,8 +1,9 @@
 """kv_store on CUDA: keys and values of a window of tokens into the rows that their sequences own, in one launch.
 
-Row r of k is row `row_start + r` of the packed window, a token of the sequence that has it; where a position's key lies,
-`mosaic.registrar.operators.kv_store` says. A token in no sequence, or at a position that its sequence has no row for, is not
-kept. kv overlaps no other operand. Legend: T tokens, R rows, L layers, W width of keys, B sequences, X extents.
+Row r of k is row `row_start + r` of the packed window, a token of the sequence that has it;
+`mosaic.registrar.operators.kv_store` describes the layout of keys. A token in no sequence, or at a position without a
+row, is not stored. kv overlaps no other operand. Legend: T tokens, R rows, L layers, W width of keys, B sequences, X
+extents.
 """
 
 from typing import Final
@@ -27,7 +28,7 @@ def place_of(row, extents, cu_extents, cu_seqlens, positions, sequences, row_sta
     mine = known & (first <= row_start + row) & (row_start + row < end)
     low = tl.sum(tl.where(mine, tl.load(cu_extents + sequence, mask=known, other=0), 0), 0)
     high = tl.sum(tl.where(mine, tl.load(cu_extents + sequence + 1, mask=known, other=0), 0), 0)
-    # of the extents that begin before the position the last; where that has no place for it, nobody has
+    # the last extent that begins before the position; if it has no row for it, no extent has
     position = tl.load(positions + row).to(tl.int64)
     base = position * 0
     count = base
@@ -70,24 +71,14 @@ def kv_store_kernel(
     keys = tl.load(k + row.to(tl.int64) * k_stride + column, mask=mask)
     values = tl.load(v + row.to(tl.int64) * v_stride + column, mask=mask)
     place = kv + base * kv_stride + (2 * layer * width + column // SIZE * SIZE) * count + token * SIZE + column % SIZE
-    tl.store(place, keys, mask=mask)
-    tl.store(place + width * count, values, mask=mask)
+    tl.store(place, keys.to(kv.dtype.element_ty), mask=mask)
+    tl.store(place + width * count, values.to(kv.dtype.element_ty), mask=mask)
 
 
 def launch(
-    *,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    cu_seqlens: Tensor,
-    positions: Tensor,
-    layer: int,
-    head_size: int,
-    row_start: int = 0,
-    scratch: Tensor | None = None,
-) -> None:
+    *, k: Tensor, v: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor, positions: Tensor,
+    layer: int, head_size: int, row_start: int = 0, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Update kv."""
     (tokens, width), sequences = k.shape, cu_seqlens.shape[0] - 1
     block = power_of_two(width, COLUMNS)

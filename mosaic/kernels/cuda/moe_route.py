@@ -157,20 +157,10 @@ def moe_route_kernel(
 
 
 def launch(
-    *,
-    x: Tensor,
-    weight: Tensor,
-    scores: Tensor,
-    experts: Tensor,
-    top_k: int,
-    normalize: bool,
-    bias: Tensor | None = None,
-    scoring: str = "softmax",
-    groups: int = 0,
-    top_groups: int = 0,
-    scale: float = 1.0,
+    *, x: Tensor, weight: Tensor, scores: Tensor, experts: Tensor, top_k: int, normalize: bool,
+    bias: Tensor | None = None, scoring: str = "softmax", groups: int = 0, top_groups: int = 0, scale: float = 1.0,
     scratch: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the scores and the experts of every row, [C, k] each."""
     (rows, hidden), num_experts = x.shape, weight.shape[0]
     described = has_descriptors(x, weight)

@@ -103,22 +103,10 @@ def norm_qkv_kernel(
 
 
 def launch(
-    *,
-    x: Tensor,
-    norm: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    v_weight: Tensor,
-    arrivals: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    eps: float,
-    q_bias: Tensor | None = None,
-    k_bias: Tensor | None = None,
-    v_bias: Tensor | None = None,
-    scratch: Tensor | None = None,
-) -> None:
+    *, x: Tensor, norm: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor, arrivals: Tensor, q: Tensor,
+    k: Tensor, v: Tensor, eps: float, q_bias: Tensor | None = None, k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write q [T, Q], k and v [T, K]; arrivals are 0 before and after."""
     rows, inner = x.shape
     q_columns, k_columns = q_weight.shape[0], k_weight.shape[0]

@@ -1,4 +1,4 @@
-"""read_canvas on CUDA: tokens of some rows of a canvas, and `open_id` where a position is open.
+"""read_canvas on CUDA: tokens of some rows of a canvas, and `open_id` for open positions.
 
 Legend: R rows of the state, C rows that are read.
 """

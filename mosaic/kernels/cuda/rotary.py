@@ -48,15 +48,9 @@ def rotary_kernel(
 
 
 def launch(
-    *,
-    x: Tensor,
-    positions: Tensor,
-    inv_freq: Tensor,
-    head_size: int,
-    sequences: Tensor | None = None,
-    factor: float = 1.0,
-    scratch: Tensor | None = None,
-) -> None:
+    *, x: Tensor, positions: Tensor, inv_freq: Tensor, head_size: int, sequences: Tensor | None = None,
+    factor: float = 1.0, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Rotate the heads of x [T, N*H] in place by their rows' positions, and their sequences' frequencies."""
     rows, half = x.shape[0], inv_freq.shape[-1]
     heads = x.shape[-1] // head_size

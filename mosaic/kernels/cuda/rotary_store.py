@@ -96,30 +96,15 @@ def rotary_store_kernel(
         kept = mask & (token >= 0)
         place = kv + base * kv_stride + (2 * layer * HEADS + head[:, None]) * SIZE * count + token * SIZE
         tl.store(place + column[None, :], turned.to(kv.dtype.element_ty), mask=kept)
-        tl.store(place + HEADS * SIZE * count + column[None, :], values, mask=kept)
+        tl.store(place + HEADS * SIZE * count + column[None, :], values.to(kv.dtype.element_ty), mask=kept)
 
 
 def launch(
-    *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    cu_seqlens: Tensor,
-    positions: Tensor,
-    inv_freq: Tensor,
-    layer: int,
-    head_size: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    sequences: Tensor | None = None,
-    eps: float = 0.0,
-    factor: float = 1.0,
-    row_start: int = 0,
-    scratch: Tensor | None = None,
-) -> None:
+    *, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor,
+    positions: Tensor, inv_freq: Tensor, layer: int, head_size: int, q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None, sequences: Tensor | None = None, eps: float = 0.0, factor: float = 1.0,
+    row_start: int = 0, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Update q and kv."""
     q_heads, heads = q.shape[1] // head_size, k.shape[1] // head_size
     count = cu_seqlens.shape[0] - 1

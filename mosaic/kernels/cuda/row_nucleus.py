@@ -1,4 +1,4 @@
-"""row_nucleus on CUDA: a token of each row drawn from what top-p and top-k keep, without sorting and without scratch.
+"""row_nucleus on CUDA: a token of each row drawn from those within top-p and top-k, without sorting or scratch.
 
 One program a row. What is kept is a prefix of the tokens in the order of their logits: the lowest kept logit is found by
 bisection over the ranks of the dtype's numbers (16 passes over the row in 16 bits, 32 in float32; none where top_p and top_k
@@ -196,18 +196,9 @@ def row_nucleus_kernel(
 
 
 def launch(
-    *,
-    logits: Tensor,
-    keys: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    top_k: Tensor,
-    sample: Tensor,
-    probability: Tensor,
-    margin: Tensor,
-    entropy: Tensor,
-    scratch: Tensor | None = None,
-) -> None:
+    *, logits: Tensor, keys: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, sample: Tensor,
+    probability: Tensor, margin: Tensor, entropy: Tensor, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the samples and the figures of the rows of logits [C, V]."""
     rows, vocabulary = logits.shape
     row_nucleus_kernel[(rows,)](

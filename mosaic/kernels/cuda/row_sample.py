@@ -9,19 +9,9 @@ from mosaic.kernels.cuda.row_stats import launch_rows
 
 
 def launch(
-    *,
-    logits: Tensor,
-    keys: Tensor,
-    temperature: Tensor,
-    token: Tensor,
-    maximum: Tensor,
-    second: Tensor,
-    logsumexp: Tensor,
-    entropy: Tensor,
-    sample: Tensor,
-    sample_logit: Tensor,
-    scratch: Tensor | None = None,
-) -> None:
+    *, logits: Tensor, keys: Tensor, temperature: Tensor, token: Tensor, maximum: Tensor, second: Tensor,
+    logsumexp: Tensor, entropy: Tensor, sample: Tensor, sample_logit: Tensor, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the statistics and the samples of the rows of logits [C, V]."""
     statistics = (token, maximum, second, logsumexp, entropy)
     launch_rows("row_sample", logits, statistics, (keys, temperature, sample, sample_logit))

@@ -1,4 +1,4 @@
-"""row_stats on CUDA: what a sampler needs of each row of logits, in one pass over the vocabulary.
+"""row_stats on CUDA: the statistics of each row of logits that samplers use, in one pass over the vocabulary.
 
 The logits are read only. One program a row, no scratch; a thread keeps the state of the columns that it reads, so that
 threads meet once a row, not once a tile. A lane reads of a tile what is a group of random numbers, whether any are drawn or not:
@@ -184,15 +184,9 @@ def row_kernel(
 
 
 def launch(
-    *,
-    logits: Tensor,
-    token: Tensor,
-    maximum: Tensor,
-    second: Tensor,
-    logsumexp: Tensor,
-    entropy: Tensor,
+    *, logits: Tensor, token: Tensor, maximum: Tensor, second: Tensor, logsumexp: Tensor, entropy: Tensor,
     scratch: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the five statistics of the rows of logits [C, V]."""
     launch_rows("row_stats", logits, (token, maximum, second, logsumexp, entropy))
 

@@ -9,20 +9,9 @@ from mosaic.kernels.cuda.unembed_stats import launch_unembedding
 
 
 def launch(
-    *,
-    x: Tensor,
-    weight: Tensor,
-    keys: Tensor,
-    temperature: Tensor,
-    token: Tensor,
-    maximum: Tensor,
-    second: Tensor,
-    logsumexp: Tensor,
-    entropy: Tensor,
-    sample: Tensor,
-    sample_logit: Tensor,
-    scratch: Tensor | None = None,
-) -> None:
+    *, x: Tensor, weight: Tensor, keys: Tensor, temperature: Tensor, token: Tensor, maximum: Tensor, second: Tensor,
+    logsumexp: Tensor, entropy: Tensor, sample: Tensor, sample_logit: Tensor, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the statistics and the samples of the logits of x [C, D] against weight [V, D]."""
     statistics, sampling = (token, maximum, second, logsumexp, entropy), (keys, temperature, sample, sample_logit)
     launch_unembedding("unembed_sample", x, weight, statistics, scratch, sampling)

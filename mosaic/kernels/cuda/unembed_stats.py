@@ -334,16 +334,9 @@ def combine_kernel(
 
 
 def launch(
-    *,
-    x: Tensor,
-    weight: Tensor,
-    token: Tensor,
-    maximum: Tensor,
-    second: Tensor,
-    logsumexp: Tensor,
-    entropy: Tensor,
+    *, x: Tensor, weight: Tensor, token: Tensor, maximum: Tensor, second: Tensor, logsumexp: Tensor, entropy: Tensor,
     scratch: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the five statistics of the logits of x [C, D] against weight [V, D]."""
     launch_unembedding("unembed_stats", x, weight, (token, maximum, second, logsumexp, entropy), scratch)
 

@@ -1,7 +1,7 @@
-"""How a kernel of the CPU is bound: its operands checked, its scratch carved and its views made once, to be run often.
+"""Binding a CPU kernel: operands are checked, scratch is carved and views are made once, for many runs.
 
-A kernel's `bind` takes what its `launch` takes and returns a `Run`, which does the work on whatever the operands hold by
-then. What a run finds in its scratch is undefined: constants are written again each time.
+A kernel's `bind` takes the arguments of its `launch` and returns a `Run`, which works on the operands' current values.
+The contents of scratch are undefined before a run, so constants are written again each time.
 """
 
 from collections.abc import Callable

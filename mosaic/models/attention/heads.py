@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from mosaic.registrar.graph import Buffer, Kind
     from mosaic.registrar.schemes.scheme import Bundle, Matrix
 
-__all__ = ["Heads"]
-
 
 class Heads(Way):
     """Regions run over the dim `kv_heads`. If the hidden states are in host memory, so are the results."""

@@ -16,20 +16,6 @@ if TYPE_CHECKING:
     from mosaic.registrar.graph import Buffer
     from mosaic.registrar.operator import Dim
 
-__all__ = [
-    "PROJECTION_TILE",
-    "Chosen",
-    "add_product",
-    "attend",
-    "bias_and_scale",
-    "keys_and_values",
-    "matrices",
-    "project",
-    "project_out",
-    "project_rows",
-    "rule",
-]
-
 PROJECTION_TILE: Final = 128
 
 

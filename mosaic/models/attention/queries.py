@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from mosaic.registrar.graph import Buffer
     from mosaic.registrar.schemes.scheme import Bundle
 
-__all__ = ["Queries"]
-
 
 class Queries(Way):
     """Each chunk of queries is projected, attends and is added to the residual."""

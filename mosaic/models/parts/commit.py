@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from mosaic.models.step_graph import Ending
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["Commit", "CommitRule", "Rule", "Score"]
-
 Score: TypeAlias = Literal["confidence", "margin", "entropy", "random", "sequential"]
 Rule: TypeAlias = Literal["top", "threshold", "dynamic", "above", "factor", "edit"]
 

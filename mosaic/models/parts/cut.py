@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["COUNT", "DECIDED_DIM", "KEPT", "KEPT_DIM", "PLACE", "Cut", "KeptRows"]
-
 COUNT: Final = "count"
 """The output of both graphs with the number of kept rows; the second's arrives with its results."""
 PLACE: Final = "place"

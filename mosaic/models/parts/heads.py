@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from mosaic.models.step_graph import Ending
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["NOISE", "NO_HEAD", "NUCLEUS", "SAMPLE", "STATISTICS", "Head", "NoHead", "Nucleus", "Sample", "Statistics"]
-
 FIGURES: Final = ("maximum", "second", "logsumexp", "entropy")
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from mosaic.models.step_graph import Ending
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["LOGITS", "ReturnedLogits"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReturnedLogits(Part):

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from mosaic.models.state import State
     from mosaic.models.step_graph import StepGraph
 
-__all__ = ["Part", "ResultPer"]
-
 ResultPer: TypeAlias = Literal["token", "row", "sequence", "step"]
 """What one value of an output belongs to. Values of one request are adjacent, in its own order; a value per step goes
 to all requests of the step."""

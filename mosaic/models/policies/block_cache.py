@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.phase import Phase
 
-__all__ = ["BLOCK_CACHES", "BLOCK_COMMITS", "Freezing"]
-
 BLOCK_CACHES: Final = ("dc", "dc+")
 """When a decided token is frozen: after one more step, or once its right neighbour has been decided that long, too."""
 BLOCK_COMMITS: Final = ("exact", "cached")

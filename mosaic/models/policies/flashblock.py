@@ -34,18 +34,6 @@ if TYPE_CHECKING:
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
 
-__all__ = [
-    "CHANGE",
-    "REUSES",
-    "JoinedLayers",
-    "PrefixReuse",
-    "Reused",
-    "Reusing",
-    "check_reuse",
-    "reuse_inputs",
-    "reuse_states",
-]
-
 CHANGE: Final = "change"
 """The output with the relative change of a request's queries."""
 
@@ -365,7 +353,7 @@ class Reusing(Policy):
             )
 
     def refreshes(self, step: BlockStep) -> bool:
-        """Return whether a step refreshes: by its number, or because positions of its window lack an output."""
+        """Return whether a step refreshes: by its number, or if rows of its window lack an output that still serves."""
         if not self._refreshed:
             return self._reuse.refreshes_in(step.number)
         oldest = min(self._refreshed.get(position, -1) for position in self._of_block(step))

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["HISTORY", "REACH", "BlockProgress", "Evicting", "Focus"]
-
 HISTORY: Final = State(name="focus_history", width=2, dtype="float32", least_rows=1)
 """Per request, the number of decoded tokens, as a sum or an average, and the number of steps."""
 REACH: Final = "reach"
@@ -341,7 +339,7 @@ class Evicting(Policy):
         if step.writes:
             return phase
         if not any(way.cuts for way in phase.cache.ways()):
-            raise UsageError("eviction: dropped rows keep no output over their prefix for reuse; leave one out.")
+            raise UsageError("eviction: dropped rows keep no output over their prefix to reuse; leave one out.")
         return with_parts(phase, cut=self._cut)
 
     def tell(self, step: BlockStep, request: Any) -> None:

@@ -18,8 +18,6 @@ from mosaic.models.policies.policy import Options, is_integer, is_number
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = ["PRESETS", "Eviction"]
-
 History: TypeAlias = Literal["cumulative", "ema", "block"]
 Threshold: TypeAlias = Literal["deviation", "mean"]
 Importance: TypeAlias = Literal["block", "masked"]

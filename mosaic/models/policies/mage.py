@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from mosaic.registrar.graph import Buffer
     from mosaic.registrar.schemes.scheme import Bundle
 
-__all__ = ["IndexSets", "PageExtrema", "Selected", "Selecting", "Summarized", "index_sets", "page_extrema"]
-
 SELECT: Final = "select"
 """The stream on which keys are ranked, beside the rest of a layer."""
 

@@ -21,8 +21,6 @@ from mosaic.models.policies.policy import Options, is_integer, is_number
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = ["PRESETS", "Per", "SparseAttention", "sets_of"]
-
 Selects: TypeAlias = Literal["first", "every"]
 Per: TypeAlias = Literal["kv_head", "query_head"]
 Statistic: TypeAlias = Literal["mean", "max", "worst"]

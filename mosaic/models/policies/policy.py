@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.phase import Phase
 
-__all__ = ["BlockStep", "Options", "Policy", "is_integer", "is_number", "with_parts"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:

@@ -18,8 +18,6 @@ from mosaic.models.policies.spelled import spelled
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = ["KINDS", "NAMES", "attention_policy", "options_of", "policies_of", "token_eviction"]
-
 POLICIES: Final[Mapping[str, Mapping[type, type[Policy]]]] = {
     "attention": {SparseAttention: Selecting, PrefixReuse: Reusing},
     "block_cache": {str: Freezing},

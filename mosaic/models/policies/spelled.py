@@ -12,8 +12,6 @@ from typing import Any
 
 from mosaic.errors import UsageError
 
-__all__ = ["spelled"]
-
 
 def spelled(text: str) -> tuple[str, dict[str, Any]]:
     """Return the combined names, and the options as booleans, integers, floats or text.

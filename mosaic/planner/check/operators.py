@@ -1,4 +1,4 @@
-"""What each shipped operator says of one launch, in letters: operands, axes, attributes, FLOPs, bytes."""
+"""The checker's own record of each shipped operator, in letters: operands, axes, attributes, FLOPs, bytes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from mosaic.planner.check.reading import BOOLEAN, INTEGER, NUMBER, TEXT, Types
-
-__all__ = ["NONE", "OPERATORS", "SCRATCH", "Known", "Operand", "Product", "Rule", "Way", "product_of"]
 
 NONE: Final = "none"
 SCRATCH: Final = "scratch"  # an operand that any kernel may have, and writes
@@ -23,12 +21,14 @@ class Way(NamedTuple):
     takes: str = ""  # the launches in words; empty: every launch
     absent: tuple[str, ...] = ()  # attributes that are not there, or 0, and operands that are not
     multiple: tuple[str, int, int] = ("", 1, 1)  # an attribute, of what it is a multiple, and its limit
-    dtypes: tuple[str, frozenset[str]] = ("", frozenset())  # an operand, and what it may be in
-    elements: tuple[str, int] = ("", 0)  # an operand, and how many elements it has
+    dtypes: tuple[str, frozenset[str]] = ("", frozenset())  # operands, and what they may be in
+    elements: tuple[str, int] = ("", 0)  # an operand, and how many elements it has; none: any number
+    capability: int = 0  # the compute capability of the only cards that it runs on; 0: any
+    invariant: str = ""  # what a batch-invariant plan may take in its stead, on the same cards and launches
 
 
 class _Operator(NamedTuple):
-    """What a shipped operator says of one launch, in letters.
+    """The record of a shipped operator's launch, in letters.
 
     `shapes` lists operands as `name:dtype=axes`; `?` marks an optional one. An axis is a letter, bound where it first
     occurs, or a product of letters, attributes and numbers, with `+1` at most; `*T` is any number of axes. Of dtypes, a
@@ -87,6 +87,13 @@ _NUMBERS: Final = (("numbers", "k", "page"),)
 _CUDNN: Final = Way(
     "cudnn", "cudnn takes one sequence without blocks, 16-bit floats and heads of 8, 16 … 128", absent=("block", "sees"),
     multiple=("head_size", 8, 128), dtypes=("q", frozenset({"bfloat16", "float16"})), elements=("cu_seqlens", 2),
+)  # fmt: skip
+_KEPT: Final = (
+    Way(
+        "hopper", "hopper takes bfloat16 and heads of 64 or 128", multiple=("head_size", 64, 128),
+        dtypes=("q kv", frozenset({"bfloat16"})), capability=90, invariant="hopper_invariant",
+    ),
+    Way("triton"),
 )  # fmt: skip
 _NOTATION: Final = {
     "attention": _Operator(
@@ -149,17 +156,17 @@ _NOTATION: Final = {
         invariant="invariant",
     ),
     "kv_attention": _Operator(
-        "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T "
+        "q:a=T,Q kv:floats=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T "
         "sees?:int32=T,2 y:a=T,Q", "q kv extents cu_extents seen cu_seqlens positions sees?", "y",
         "layer:n kv_heads:n head_size:n scale:x span?:n keys?:n block?:n parts?:n", "4*span*T*Q", "R X E B Q",
         "q extents cu_extents seen cu_seqlens positions sees y kv=keys,2*kv_heads*head_size",
         rules=(("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "0", "block")),
-        inplace="y/q", invariant="invariant",
+        inplace="y/q", ways=_KEPT, invariant="invariant",
     ),
     "kv_store": _Operator(
-        "k:a=T,W v:a=T,W kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 cu_seqlens:int32=B+1 positions:int32=T",
+        "k:a=T,W v:a=T,W kv:floats=R,X extents:int64=E,4 cu_extents:int32=B+1 cu_seqlens:int32=B+1 positions:int32=T",
         "k v kv extents cu_extents cu_seqlens positions", "kv", "layer:n head_size:n", whole="R X E B W",
-        moved="positions k v k v", rules=(("divides", "head_size", "W"), *_kv_row("W")),
+        moved="positions k v kv=2,T,W", rules=(("divides", "head_size", "W"), *_kv_row("W")),
     ),
     "linear": _Operator("x:a=*T,I weight=O,I bias?=O y:a=*T,O", "x weight bias?", "y", flops="2*T*I*O", invariant="invariant"),
     "linear_add": _Operator("x=*T,I weight=O,I y=*T,O", "x weight y", "y", flops="2*T*I*O", invariant="invariant"),
@@ -207,14 +214,14 @@ _NOTATION: Final = {
         "score:float32=M keys:int64=M temperature:float32=M", "score keys temperature", "score", flops="4*M"
     ),
     "prefix_attention": _Operator(
-        "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T y:a=T,Q "
+        "q:a=T,Q kv:floats=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T y:a=T,Q "
         "logsumexp:float32=T,N", "q kv extents cu_extents seen cu_seqlens positions", "y logsumexp",
         "layer:n kv_heads:n head_size:n scale:x span?:n keys?:n block?:n parts?:n", "4*span*T*Q", "R X E B Q N",
         "q extents cu_extents seen cu_seqlens positions y logsumexp kv=keys,2*kv_heads*head_size",
         rules=(
             ("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "0", "block"), *_SUMS,
         ),
-        invariant="invariant",
+        ways=_KEPT, invariant="invariant",
     ),
     "prefix_logsumexp": _Operator(
         "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 captured:int32=B votes:uint8=T cu_seqlens:int32=B+1 "
@@ -246,11 +253,11 @@ _NOTATION: Final = {
         rules=(("divides", "head_size", "W"), ("at most", "2*R", "head_size")),
     ),
     "rotary_store": _Operator(
-        "q:a=T,Q k:a=T,W v:a=T,W kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 cu_seqlens:int32=B+1 positions:int32=T "
+        "q:a=T,Q k:a=T,W v:a=T,W kv:floats=R,X extents:int64=E,4 cu_extents:int32=B+1 cu_seqlens:int32=B+1 positions:int32=T "
         "inv_freq=*S,F q_norm?=H k_norm?=H sequences?:int32=T",
         "q k v kv extents cu_extents cu_seqlens positions inv_freq q_norm? k_norm? sequences?", "q kv",
         "layer:n head_size:n eps?:x factor?:x", "10*T*Q", "R X E B W",
-        "positions inv_freq q_norm k_norm sequences q k v q k v",
+        "positions inv_freq q_norm k_norm sequences q k v q kv=2,T,W",
         rules=(
             ("divides", "head_size", "W"), ("divides", "W", "Q"), ("at most", "2*F", "head_size"), ("at most", "H", "head_size"),
             ("divides", "head_size", "H"), *_kv_row("W"),
@@ -354,6 +361,7 @@ class Known(NamedTuple):
     names: frozenset[str]  # all operands that it may have
     shown: tuple[tuple[str, str], ...]
     ways: Mapping[str, Way]
+    invariants: Mapping[str, Way]  # what a batch-invariant plan chooses from, where not every one will do
     invariant: str
     quotients: tuple[tuple[str, str, str], ...]  # (letter, dividend, divisor)
 
@@ -390,8 +398,16 @@ def _parse(operator: _Operator) -> Known:
         rules=operator.rules, inplace=tuple(map(_parse_pair, operator.inplace.split())),
         silent=tuple(name for name in attrs if name not in said), fills=(*writes, SCRATCH),
         names=frozenset({*reads, *writes, SCRATCH}), shown=operator.shown,
-        ways={way.name: way for way in operator.ways}, invariant=operator.invariant, quotients=operator.quotients,
+        ways={way.name: way for way in operator.ways}, invariants=_invariants(operator), invariant=operator.invariant,
+        quotients=operator.quotients,
     )  # fmt: skip
+
+
+def _invariants(operator: _Operator) -> Mapping[str, Way]:
+    if operator.invariant in ("", NONE):
+        return {}
+    special = {way.invariant: way._replace(name=way.invariant) for way in operator.ways if way.invariant}
+    return {**special, operator.invariant: Way(operator.invariant)}
 
 
 def _parse_pair(entry: str) -> tuple[str, str]:

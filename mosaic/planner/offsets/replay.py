@@ -21,8 +21,6 @@ from mosaic.errors import PlanFormatError, UsageError
 
 from .problem import Interval, Problem, Solution, group_alignments, groups_of, integers, rectangles
 
-__all__ = ["Order"]
-
 Int64s = NDArray[np.int64]
 
 
@@ -41,7 +39,7 @@ class Order:
     alignments : tuple of int
         Bytes, per block.
     pins : tuple of int or None
-        Per block; a pinned block is nobody's edge: the others go around it, see `fixed`.
+        Per block; a pinned block is no block's edge: the others go around it, see `fixed`.
     fixed : tuple of int tuples
         For each block the pinned blocks it shares time with, by ascending offset; empty if there are none.
 

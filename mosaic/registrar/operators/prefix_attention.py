@@ -9,7 +9,7 @@ k_j * scale)), in float32. A row in no sequence, or without a visible key, is un
 
 from mosaic.registrar.kernels import kernels_of
 from mosaic.registrar.operator import Operator
-from mosaic.registrar.operators.kv_attention import ATTRS, QUERIES, SEEN, rules, segment_results, with_sums
+from mosaic.registrar.operators.kv_attention import ATTRS, ON_CUDA, QUERIES, SEEN, rules, with_sums
 
 OPERATOR = Operator(
     name="prefix_attention",
@@ -20,12 +20,6 @@ OPERATOR = Operator(
     moved=SEEN,
     rate="attention",
     rate_rows="T*G*kv_heads",
-    implementations=kernels_of(
-        "prefix_attention",
-        tiles=with_sums,
-        scratch=segment_results,
-        row_origin="q",
-        invariant="prefix_attention:launch_invariant",
-    ),
+    implementations=(kernels_of("prefix_attention", tiles=with_sums, row_origin="q")[0], *ON_CUDA),
     roles={"q": "attention", "y": "attention", "logsumexp": "statistics"},
 )

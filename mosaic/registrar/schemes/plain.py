@@ -6,8 +6,6 @@ from typing import Final
 
 from mosaic.registrar.schemes.scheme import Part, Scheme
 
-__all__ = ["PLAIN"]
-
 PLAIN: Final = Scheme(
     name="plain", parts=(Part(),), linear="linear", linear_add="linear_add", grouped_linear="grouped_linear"
 )

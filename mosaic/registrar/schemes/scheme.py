@@ -15,8 +15,6 @@ from mosaic.registrar.operator import Dim, Operator
 if TYPE_CHECKING:
     from mosaic.registrar.graph import Buffer, Graph
 
-__all__ = ["PART", "Bundle", "Matrix", "Part", "Scheme", "part_of", "product"]
-
 PART: Final = "|"
 """Separates the checkpoint's tensor and the part's name in the `tensor` of a weight."""
 

@@ -1,8 +1,8 @@
 """Products of few rows on CUDA: tiles of weights stream through the processors, each multiplied by all rows.
 
-`mosaic.registrar.few_rows` says how weights are cut. A tile of weights is the left operand of the matrix units and the rows,
-transposed, are the right one: so tensor cores of Hopper, which take 64 rows at least, are full however few rows there are.
-Inputs are added up in order, so a row's result depends on no other row.
+`mosaic.registrar.few_rows` describes how weights are cut. A tile of weights is the left operand of the matrix units and
+the rows, transposed, are the right one: so Hopper's tensor cores, which take at least 64 rows, are full with any number
+of rows. Inputs are added up in order, so a row's result depends on no other row.
 """
 
 from typing import NamedTuple

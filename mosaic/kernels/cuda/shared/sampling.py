@@ -8,13 +8,13 @@ from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.registrar.tiles import COUNTER_COLUMNS, COUNTERS, GROUP_RUN
 
 STRIDE = tl.constexpr(COUNTERS)
-"""Columns so far apart share a counter."""
+"""Distance of columns that share a counter."""
 BLOCK = tl.constexpr(COUNTER_COLUMNS)
 """Columns of which one row of counters serves all."""
 RUN = tl.constexpr(GROUP_RUN)
 """Neighbouring columns of a group: four runs, a stride apart."""
 GUMBEL_SLACK = tl.constexpr(1e-3)
-"""A hundred times what `gumbel` may be off, so that a bound made with it is one."""
+"""A hundred times the error of `gumbel`, so that a bound made with it holds."""
 _LN2 = tl.constexpr(0.6931471805599453)
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 

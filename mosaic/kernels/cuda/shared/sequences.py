@@ -1,4 +1,4 @@
-"""What kernels over sequences of rows share: which rows a tile has, which keys a split has, and floats of a scratch buffer."""
+"""Shared by kernels over sequences of rows: the rows of a tile, the keys of a split, and floats of a scratch buffer."""
 
 from typing import Final
 

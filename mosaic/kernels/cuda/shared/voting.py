@@ -1,4 +1,4 @@
-"""Which rows of a sequence vote for keys: of all, or of one tile of their block."""
+"""The rows of a sequence that vote for keys: all, or those of one tile of their block."""
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
 
