@@ -21,7 +21,7 @@ from mosaic.models.step import StepSize
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import COLUMNS, RUNNING, Column, Reported
 from mosaic.runtime.host_copy import HostCopy
-from mosaic.runtime.numbers import Numbers
+from mosaic.runtime.host_inputs import Numbers
 from mosaic.runtime.packing import PackedStep
 from mosaic.runtime.recent import Recent
 
