@@ -97,6 +97,7 @@ def row_nucleus_kernel(
     temperature,
     top_p,
     top_k,
+    cuts,
     sample,
     probability,
     margin,
@@ -106,8 +107,12 @@ def row_nucleus_kernel(
     SHIFT: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
+    SOME: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
+    if SOME:  # noqa: SIM102
+        if tl.load(cuts + program) == 0:
+            return
     row = logits + program * stride
     heat = tl.load(temperature + program)
     scale = _LOG2E / tl.where(heat > 0.0, heat, 1.0)
@@ -206,13 +211,14 @@ def launch(
     temperature: Tensor,
     top_p: Tensor,
     top_k: Tensor,
+    cuts: Tensor | None = None,
     sample: Tensor,
     probability: Tensor,
     margin: Tensor,
     entropy: Tensor,
     scratch: Tensor | None = None,
 ) -> None:
-    """Write the samples and the figures of the rows of logits [C, V]."""
+    """Write the samples and the figures of the rows of logits [C, V], or of those that `cuts` says."""
     rows, vocabulary = logits.shape
     row_nucleus_kernel[(rows,)](
         logits,
@@ -220,6 +226,7 @@ def launch(
         temperature,
         top_p,
         top_k,
+        top_k if cuts is None else cuts,  # a stand-in, not touched
         sample,
         probability,
         margin,
@@ -229,5 +236,6 @@ def launch(
         SHIFT=ZERO_BITS.get(logits.dtype, 0),
         TILE=COLUMNS,
         LANES=32 * WARPS,
+        SOME=cuts is not None,
         num_warps=WARPS,
     )
