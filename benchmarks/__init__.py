@@ -1,1 +1,1 @@
-"""Benchmarks: what they measure goes to `benchmarks/results` as JSON, and from there into the docs."""
+"""Benchmarks: their results go to `benchmarks/results` as JSON, and from there into the docs."""

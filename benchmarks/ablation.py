@@ -1,4 +1,4 @@
-"""What each part contributes (Mosaic, section 5.3): to the largest context by planning, to latency by running.
+"""The contribution of each part (Mosaic, section 5.3): to the largest context by planning, to latency by running.
 
     python -m benchmarks.ablation llada-8b --budgets 16GiB,24GiB,40GiB --ctx 32k --minutes 8
 
@@ -33,12 +33,12 @@ LEVELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("weights streamed", ("hidden",)),
     ("hidden states offloaded", ()),
 )
-"""What a level adds to the ones before, and the choices it still keeps fixed."""
+"""The addition of a level to earlier ones, and the choices that it still keeps fixed."""
 _MOST = 1 << 24
 
 
 def fixed_choices(model: str | Model, device: str | Device, names: Sequence[str] = MOVES) -> dict[str, str]:
-    """The options of these choices that take no move."""
+    """The options of some choices that take no move."""
     choices = Planner(model, device=device).space().template.choices
     return {choice.name: choice.options[0] for choice in choices if choice.name in names}
 
@@ -137,7 +137,7 @@ RUN_HEADER = ("step", "tokens", "ms", "over the fastest", "predicted ms", "works
 
 
 def run_rows(runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """One line per configuration, with what it costs over the fastest at the same context."""
+    """One line per configuration, with its extra time over the fastest at the same context."""
     base = {run["tokens"]: run["step_s"] for run in runs if run["variant"] == "fastest" and not run["failed"]}
     rows: list[tuple[str, ...]] = []
     for run in runs:

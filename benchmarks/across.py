@@ -1,4 +1,4 @@
-"""From the first graph of a step to the second: a read of its size, one graph with a conditional node, and none of these.
+"""From the first graph of a step to the second: a read of its size, one graph with a conditional node, and neither.
 
     python -m benchmarks.across --device h200
 
@@ -33,7 +33,7 @@ HEADER = ("kernels", "sizes", "way", "a step, us", "the gap, us", "launch, us", 
 KERNELS: Final = (34 * 12,)
 SIZES: Final = (8, 20)
 NANOSECONDS: Final = 3000
-"""What each kernel takes."""
+"""The arguments of each kernel."""
 _SOURCE: Final = Path(__file__).with_suffix(".cu")
 
 
@@ -58,7 +58,7 @@ def compiled(folder: Path, capability: tuple[int, int]) -> Path:
 
 
 def measured(program: Path, kernels: int, sizes: int) -> list[dict[str, Any]]:
-    """Return what the program says of each way; of those before one that fails, where one does."""
+    """Return the program's output for each variant; for those before a failing one, if one fails."""
     ran = subprocess.run([program, str(kernels), str(NANOSECONDS), str(sizes)], capture_output=True, text=True)
     if ran.returncode:
         print(ran.stderr.strip(), file=sys.stderr)

@@ -96,7 +96,7 @@ def steps_of(
 
 
 def fill(model: CompiledModel) -> None:
-    """Random keys, values and extrema of pages in the states; what was never written would make scores of any size."""
+    """Random keys, values and extrema of pages in the states; unwritten memory would make scores of any size."""
     dtype = model.architecture.dtype
     for name in [name for name in model.workspace.pages.ranges if name.startswith(("state/kv", "state/pages"))]:
         elements = (
@@ -170,13 +170,13 @@ def excess_of(result: Mapping[str, Any], tokens: int) -> float:
 
 
 def timings(result: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """Yield what was timed, its seconds, and its floor."""
+    """Yield each timing's name, its seconds, and its floor."""
     for name, times, floor in _floors(result):
         yield name, (_middle(times["step_ms"]) or 0.0) / 1e3, floor
 
 
 def _floors(result: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], float]]:
-    """What was timed, its milliseconds, and its floor in seconds: steps by prefix, prefills, generations."""
+    """Each timing's name, its milliseconds, and its floor in seconds: steps by prefix, prefills, generations."""
     arch = with_block(result["model"], result["block"], result.get("layers")).architecture
     floor, attention = Floor(arch, device_of(result)), SparseAttention(k=result["k"])
     for prefix, steps in result["steps"].items():
@@ -192,11 +192,11 @@ def _floors(result: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any],
     for tokens, times in result.get("again", {}).items():
         keys = [float(tokens)] * arch.layers
         prompt = floor.of(tokens=int(tokens), rows=0, keys=keys, prefill=True)
-        least = floor.of(tokens=arch.block, rows=1, keys=keys)  # whatever is decided, and when
+        least = floor.of(tokens=arch.block, rows=1, keys=keys)  # whenever rows are decided
         name, milliseconds = f"a second generation after {int(tokens):,} tokens", times["second_ms"]
         yield name, {"step_ms": milliseconds}, prompt + times["steps"] * least
     for name, milliseconds in result["generation"].items():
-        least = floor.of(tokens=arch.block, rows=1, keys=[float(SHORT)] * arch.layers)  # whatever is decided, and when
+        least = floor.of(tokens=arch.block, rows=1, keys=[float(SHORT)] * arch.layers)  # whenever rows are decided
         yield f"generation, {name}", {"step_ms": milliseconds}, least
 
 
@@ -245,7 +245,7 @@ def main(arguments: Sequence[str]) -> None:
         result |= {"block": asked.block, "k": asked.k}
         result["card"] = torch.cuda.get_device_name() if on_card else "cpu"
         described = with_block(name, asked.block, asked.layers)
-        if asked.prefill:  # whatever positions the model was trained on
+        if asked.prefill:  # beyond the trained positions, too
             described = load({**described.config, "max_position_embeddings": max(asked.prefill) + GENERATED + SHORT})
         with mosaic.compile(described, device=asked.device, seed=3) as model:
             result["generation"] = generation_of(model, SHORT)

@@ -46,7 +46,7 @@ _REPEATS: Final = 3
 
 
 def settings_of(model: Model, gen_length: int, *, card: bool) -> dict[str, dict[str, Any]]:
-    """The generations that are timed, by name: what `GenerationConfig` takes."""
+    """The timed generations by name: fields of `GenerationConfig`."""
     if model.architecture.block:
         return {
             "sdar, greedy": {"gen_length": gen_length},
@@ -105,7 +105,7 @@ def _silence_mask(head: Any, arch: Any) -> None:
 
 
 class _Mosaic:
-    """`CompiledModel.generate`, with what each of its steps did."""
+    """`CompiledModel.generate`, with a record of its steps."""
 
     def __init__(self, case: Mapping[str, Any], cuda: bool) -> None:
         import mosaic

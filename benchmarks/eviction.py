@@ -308,7 +308,7 @@ def less_than_parts(result: Mapping[str, Any]) -> list[str]:
 
 
 def timings(result: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """Yield what was timed, its seconds, and its floor."""
+    """Yield each timing's name, its seconds, and its floor."""
     for point in result["points"]:
         name = f"{point['block']}, {point['requests']}, {point['way']}"
         yield name, _speed(point)[1] / 1e3, floor_of(result, point)

@@ -36,7 +36,7 @@ def _range(values: Iterable[float]) -> str:
 
 
 def _times(engine: str) -> str:
-    """How many times as long a step takes the fastest engine of a name as Mosaic, over all points."""
+    """Ratio of the step time of the fastest engine of a name to Mosaic's, over all points."""
     at: dict[tuple[int, float], dict[str, float]] = {}
     for point in points_of(result for result in load_results("speed") if result["model"] == HEADLINE):
         if not point["failed"]:
@@ -72,7 +72,7 @@ def _device(tokens: int, budget_gib: int) -> str:
 
 
 def _generation(model: str) -> str:
-    """How many times as long the published loops take."""
+    """Ratio of the published loops' time to Mosaic's."""
     results = [result for result in load_results("decoding") if result["model"] == model and result["card"] != "cpu"]
     return _range(point["ratio"] for result in results for point in result["points"] if "ratio" in point)
 

@@ -26,8 +26,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.bench.meters import synchronise
 from mosaic.errors import UsageError
-from mosaic.kernels import load
+from mosaic.kernels.binding import kernel_of
 from mosaic.models.architecture import Architecture
+from mosaic.registrar.operators import operator
 from mosaic.runtime.launched import Launched
 from mosaic.runtime.steps import StepRequest, StepResult, StepRunner
 
@@ -349,12 +350,16 @@ def with_flashinfer(
     apart
         Read other keys, in its own layout: of so many requests, and the most of each. None: those that Mosaic has stored.
     """
-    module = load("kv_attention", device).module
-    own = module.launch
+    major, minor = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
+    ways = [way for way in operator("kv_attention").on(device) if way.runs_on(10 * major + minor)]
+    modules = {kernel_of(way): kernel_of(way).launch for way in ways}
+    own = next(iter(modules.values()))
     keys = Stored(architecture) if apart is None else Apart(architecture, *apart, device)
     steps = FlashInferSteps(architecture, own, keys, device)
-    module.launch = steps.attend
+    for module in modules:
+        module.launch = steps.attend
     try:
         yield steps
     finally:
-        module.launch = own
+        for module, launch in modules.items():
+            module.launch = launch

@@ -36,7 +36,7 @@ def keys_read(
     selects
         Whether the step selects.
     refreshes
-        Whether layers that reuse what they kept attend to their prefix in it.
+        Whether layers that reuse outputs attend to their prefix in it.
     """
     reuse = attention if isinstance(attention, PrefixReuse) else attention and attention.reuse
     found = [keys if refreshes or reuse is None else 0.0] * arch.layers
@@ -54,14 +54,14 @@ def keys_read(
 
 
 class Best(NamedTuple):
-    """What a card does at best: FLOP/s of a dense product, and bytes read a second."""
+    """A card's limits: FLOP/s of a dense product, and bytes read per second."""
 
     rate: float
     bandwidth: float
 
     @classmethod
     def of(cls, device: Device) -> Best:
-        """Take the largest rate of the profile, whatever its shape."""
+        """Take the largest rate of the profile, at any shape."""
         rates = chain(device.gemm_rates.values(), (device.few_rows_rates, device.unembed_rates))
         return cls(max(chain.from_iterable(by_rows.values() for by_rows in rates)), device.bandwidth)
 
@@ -179,7 +179,7 @@ class Floor:
         return self._products(2 * rows * inner * outer, inner * outer) if rows else 0.0
 
     def _products(self, flops: float, weights: float) -> float:
-        """Seconds of products of so many FLOPs, with so many weights."""
+        """Seconds of products with given FLOPs and weights."""
         return self._best.seconds(flops, self._item * weights)
 
     def _feed_forward(self, layer: int, rows: float) -> float:

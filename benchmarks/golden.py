@@ -123,7 +123,7 @@ GRIDS: Final[Mapping[str, Sequence[Options]]] = {
 
 
 class TokenCase(NamedTuple):
-    """Requests of one model: a batch, or those that come and go in a session."""
+    """Requests of one model: a batch, or arriving and leaving ones in a session."""
 
     family: str
     way: str
@@ -136,7 +136,7 @@ class TokenCase(NamedTuple):
 
 
 def points(grid: Options) -> Iterator[Options]:
-    """Every combination of a grid's values; what is None is left out."""
+    """Every combination of a grid's values; None leaves a field out."""
     axes = [values if isinstance(values, list | tuple) else (values,) for values in grid.values()]
     for point in product(*axes):
         found: Options = {}
@@ -179,7 +179,7 @@ def models() -> Iterator[Any]:
         if len(shape) == 1:
             return drawn if "bias" in name else 1.0 + 0.2 * drawn
         if "embed" in name or "wte" in name:
-            drawn[MASK] *= 0.3  # masks, most of what there is, say little by themselves
+            drawn[MASK] *= 0.3  # most tokens are masks, which carry little information
             return drawn
         scale: float = shape[-1] ** -0.5
         return 3.0 * drawn * scale
@@ -241,7 +241,7 @@ def share(case: TokenCase, model: mosaic.CompiledModel) -> tuple[list[mosaic.Gen
 
 
 def record_tokens(sample: int | None) -> dict[str, Record]:
-    """What every case generates, or those of a sample."""
+    """The generated tokens of every case, or of a sample."""
     import torch
 
     torch.set_num_threads(1)
@@ -292,7 +292,7 @@ PLANS: Final[Sequence[Options]] = (
 
 
 def record_plans(sample: int | None) -> dict[str, Record]:
-    """What `mosaic plan --json` says of every case, or of those of a sample."""
+    """The output of `mosaic plan --json` for every case, or for a sample."""
     cases = [[f"--{key}{'' if value is True else f'={value}'}" for key, value in p.items()] for p in all_plans()]
     return {" ".join(case): planned(case) for case in told(some(cases, sample), "plans")}
 
@@ -404,7 +404,7 @@ def compare_plans(before: Mapping[str, Record], after: Mapping[str, Record]) -> 
 
 
 def compare(before: Record, after: Record) -> tuple[list[str], bool]:
-    """What to print, and whether no token differs and no plan is worse."""
+    """The lines to print, and whether no token differs and no plan is worse."""
     lines, fine = [], True
     for kind, of in (("tokens", compare_tokens), ("plans", compare_plans)):
         if kind not in before or kind not in after:
@@ -425,12 +425,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Record or compare; 1 if a token differs or a plan is worse."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.golden", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    recording = commands.add_parser("record", help="write what the imported tree gives")
+    recording = commands.add_parser("record", help="write the results of the imported tree")
     recording.add_argument("out", type=Path)
     recording.add_argument("--tokens", action="store_true", help="tokens, and plans only if asked for, too")
     recording.add_argument("--plans", action="store_true", help="plans, and tokens only if asked for, too")
-    recording.add_argument("--sample", type=int, help="so many cases of each kind instead of all")
-    comparing = commands.add_parser("compare", help="say what changed from one record to another")
+    recording.add_argument("--sample", type=int, help="this many cases of each kind instead of all")
+    comparing = commands.add_parser("compare", help="list the changes from one record to another")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
     given = parser.parse_args(arguments)

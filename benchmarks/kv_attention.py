@@ -105,7 +105,7 @@ class Layers:
         self.kv = torch.randn(case.keys * case.requests, self.count * 2 * case.kv_heads * case.size, **where)
 
     def first(self, request: int) -> int:
-        """Where a request's keys begin in what `views` gives."""
+        """Where a request's keys begin in the result of `views`."""
         return request * self.case.keys * 2 * self.count * self.case.kv_heads
 
     def views(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -113,13 +113,13 @@ class Layers:
         return keys_of(self.kv, layer, rows=self.case.keys, heads=self.case.kv_heads, size=self.case.size)
 
     def of(self, layer: int, request: int) -> tuple[Tensor, Tensor]:
-        """Those of one request."""
+        """The keys of one request."""
         mine = slice(self.first(request), self.first(request) + self.case.keys)
         k, v = self.views(layer)
         return k[mine], v[mine]
 
     def copied(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Those of all requests side by side, in memory of their own."""
+        """The keys of all requests side by side, in separate memory."""
         both = zip(*(self.of(layer, request) for request in range(self.case.requests)), strict=True)
         k, v = (torch.cat(parts) for parts in both)
         return k, v
@@ -166,9 +166,11 @@ def mosaic_launches(layers: Layers) -> tuple[list[Call], Tensor]:
     attrs = {"kv_heads": case.kv_heads, "head_size": case.size, "scale": case.size**-0.5, "block": case.blocks}
     parts = kv_parts([case.queries] * case.requests, [case.keys] * case.requests)
     specs = {name: Spec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in operands.items()}
-    needed = operator("kv_attention").scratch_bytes(bench.backend, specs, {**attrs, "parts": parts})
+    record = operator("kv_attention")
+    needed = record.scratch_bytes(bench.backend, specs, {**attrs, "parts": parts})
+    way, *_ = record.serving(bench.backend, specs, attrs, bench.capability)
     scratch = torch.empty(int(needed), dtype=torch.uint8, device=where)
-    y, launch = torch.empty_like(layers.q), load("kv_attention", bench.backend).launch
+    y, launch = torch.empty_like(layers.q), load("kv_attention", bench.backend, way).launch
     return [partial(launch, **operands, **attrs, layer=layer, y=y, scratch=scratch) for layer in range(layers.count)], y
 
 
@@ -246,7 +248,7 @@ def card_burst_s(launches: Sequence[Call]) -> float:
 
 
 def measured(case: Case, bench: Bench, burst_s: Burst, *, layers: int | None = None) -> dict[str, Any]:
-    """What is timed of a case: Mosaic's kernel, and FlashInfer's fastest over either layout, where it is installed.
+    """The timings of a case: Mosaic's kernel, and FlashInfer's fastest over either layout, if it is installed.
 
     FlashInfer has no kernel whose rows see the blocks before their own; a backend that fails, or is wrong, is left out and named.
     """
@@ -267,7 +269,7 @@ def measured(case: Case, bench: Bench, burst_s: Burst, *, layers: int | None = N
 
 
 def timings(result: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """Yield what was timed, its seconds, and its floor."""
+    """Yield each timing's name, its seconds, and its floor."""
     for point in result["points"]:
         of = _case_of(point)
         for name in ("mosaic", OWN, MOSAICS):

@@ -37,7 +37,7 @@ Cache: TypeAlias = list[tuple[Tensor, Tensor]]
 
 @dataclass(slots=True)
 class Tally:
-    """What a generation has cost.
+    """The cost of a generation.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class PlainModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The places of the weights."""
         return self.network.embedding.device
 
     @contextmanager

@@ -1,9 +1,9 @@
-"""Two checkouts of Mosaic on one card, in turns: steps, generations, and what the host takes between two small steps.
+"""Two checkouts of Mosaic on one card, in turns: steps, generations, and the host's time between two small steps.
 
     python -m benchmarks.paired --against ../mosaic-before --device h100
 
 writes `paired-<device>.json`. Each turn is a process of its own, the other checkout's first, then this one's, as often as asked;
-a figure is the median of what both turns measured. Random weights, the same in both.
+a figure is the median of both turns. Random weights, the same in both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blocks of block diffusion behind long prefixes, in plain PyTorch: what `benchmarks.sparse` sets its times beside.
+"""Blocks of block diffusion behind long prefixes, in plain PyTorch: the baseline of `benchmarks.sparse`.
 
 One sequence, over a cache that is allocated once, in which each pass writes the window's own keys: SDAR's published loop
 (`benchmarks.loops`) copies all keys in each pass. Grouped heads are left to PyTorch's attention, its flash backend on a card.

@@ -11,21 +11,19 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from benchmarks import sources
 from benchmarks.record import environment, median_seconds, source_line, table, write
 from mosaic.models.step import MAX_TOKENS
 from mosaic.planner import Planner, Request
 from mosaic.planner.check import check_plan
 from mosaic.planner.limits import max_context
-from mosaic.planner.offsets import Order, Problem, solve
+from mosaic.planner.offsets import Problem, solve
 from mosaic.planner.placement import place
 from mosaic.planner.planner import plan_point
 from mosaic.planner.search import search
 
 TOKENS = 131072
-METHOD = "medians: of 9 processes and calls after one that is not counted, of 50 replays, and of 200 plans in memory"
+METHOD = "medians: of 9 processes and calls after one that is not counted, and of 200 plans in memory"
 
 
 def process_cpu_seconds(*arguments: str, repeats: int = 9) -> float:
@@ -108,16 +106,6 @@ def transformer_trace(layers: int, per_layer: int = 17) -> Problem:
     return Problem(sizes=sizes, starts=starts, ends=ends, alignments=512)
 
 
-def replay_milliseconds(candidates: int = 200) -> tuple[int, float]:
-    """Buffers of a trace, and milliseconds to re-plan it for 200 size vectors."""
-    problem = transformer_trace(30)
-    order = Order.of(problem, solve(problem, node_limit=10000))
-    sizes = np.array(problem.sizes, dtype=np.int64)
-    scales = np.random.default_rng(0).integers(1, 64, size=(candidates, 1))
-    batch = sizes[None, :] * scales
-    return len(problem.sizes), median_seconds(lambda: order.replay(batch), 50) * 1e3
-
-
 def measure() -> dict[str, Any]:
     """Everything, with the target each figure is held against."""
     described = environment(METHOD, "numpy", "sympy", "typer", "rich")
@@ -126,7 +114,6 @@ def measure() -> dict[str, Any]:
     large = transformer_trace(295)
     empty = process_seconds("-c", "pass")
     imported = process_seconds("-c", "import mosaic")
-    count, replayed = replay_milliseconds()
     first_fit = median_seconds(lambda: solve(large, solver="first_fit"), 9) * 1e3
     figures: dict[str, tuple[float, str, float | None]] = {
         "`mosaic plan` LLaDA-8B at 128K, whole process": (process_seconds(*plan), "s", 0.7),
@@ -134,7 +121,6 @@ def measure() -> dict[str, Any]:
         "`import mosaic` beyond an empty interpreter": ((imported - empty) * 1e3, "ms", 50),
         "one evaluation of the peak formula": (formula_microseconds(), "µs", 20),
         f"first-fit, {len(large.sizes):,} buffers": (first_fit, "ms", 50),
-        f"replay, 200 size vectors of {count} buffers": (replayed, "ms", 5),
     }
     memory = in_memory()
     figures["instantiate, search, offsets and proof in memory"] = (

@@ -47,17 +47,17 @@ __all__ = [
 
 RESULTS = ROOT / "benchmarks" / "results"
 BASELINE = "flashinfer-python"
-"""Whose kernels some figures are set beside, where it is installed."""
+"""A package whose kernels some figures are compared with, if it is installed."""
 COMMANDS = {"mosaic": "mosaic.cli", "benchmarks.quality": "benchmarks.quality.__main__"}
-"""What `run` records, and the modules whose `main` reads its arguments."""
+"""The commands that `run` records, and the modules whose `main` parses their arguments."""
 _DIGITS = 9
 """Significant digits of a float that is recorded."""
 _FILLED = ("commit", "against_commit", "digest")
-"""What is written into a record once its figures are there."""
+"""Fields that are added to a record after its figures."""
 
 
 def command_line() -> str:
-    """How this process was started, as a user would write it: where files lie on this machine is nobody's concern."""
+    """The command of this process, as a user would write it, without paths of this machine."""
     main = sys.modules["__main__"]
     name = main.__spec__.name if main.__spec__ is not None else Path(sys.argv[0]).stem
     return " ".join(["python", "-m", name.removesuffix(".__main__"), *map(_shown, sys.argv[1:])])
@@ -131,7 +131,7 @@ def sealed(result: dict[str, Any]) -> str:
 
 
 def figures_of(result: dict[str, Any]) -> dict[str, Any]:
-    """Return what was measured: a record without where it comes from."""
+    """Return the figures of a record, without its provenance."""
     return {name: value for name, value in result.items() if name != "environment"}
 
 
@@ -151,7 +151,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _lines(value: Any, indent: str = "\n") -> str:
-    """JSON with a line for each member of what does not fit into one, and one for a list of numbers."""
+    """JSON with one line per member of long values, and one per list of numbers."""
     text = json.dumps(value, ensure_ascii=False)
     inner = indent + " "
     if isinstance(value, dict) and len(text) > 120:
@@ -189,7 +189,7 @@ def fill(name: str = "HEAD") -> tuple[list[str], list[str]]:
     Returns
     -------
     tuple
-        What was filled, and what was refused and why.
+        The filled records, and the refused ones with reasons.
     """
     commit = sources.commit_of(name)
     if commit is None:
@@ -218,7 +218,7 @@ def fill(name: str = "HEAD") -> tuple[list[str], list[str]]:
 
 
 def run(name: str, command: str, arguments: Sequence[str]) -> None:
-    """Record what one of `COMMANDS` finds."""
+    """Record the result of one of `COMMANDS`."""
     from mosaic.models import load
 
     env = environment("one run of every item")
@@ -265,7 +265,7 @@ def source_line(result: dict[str, Any]) -> str:
 
 
 def _age(env: dict[str, Any]) -> str:
-    """How much of what a record measures is not what it was."""
+    """How many of a record's measured files have changed."""
     if "not_repeated" in env:
         return f"{env['not_repeated'].capitalize()}, not repeated: its sources were not recorded"
     if "sources" not in env:

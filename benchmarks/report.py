@@ -110,7 +110,7 @@ def memory_section(results: Sequence[Result]) -> str:
 
 
 def fit_section(results: Sequence[Result]) -> str:
-    """The planner's largest contexts, what plain PyTorch reaches, and the executed plans."""
+    """The largest contexts of the planner and of plain PyTorch, and the executed plans."""
     parts = []
     if limits := [entry for result in results for entry in result["limits"]]:
         parts.append(fit.limits_table(limits))
@@ -137,7 +137,7 @@ def baseline_limits(results: Sequence[Result]) -> dict[tuple[str, str, int], int
 
 
 def requests_section(results: Sequence[Result]) -> str:
-    """What became of the random requests."""
+    """The outcomes of the random requests."""
     return f"{requests.summary([row for result in results for row in result['requests']])}\n\n{sources(results)}"
 
 
@@ -222,7 +222,7 @@ def across_section(results: Sequence[Result]) -> str:
 
 
 def batch_mates_section(results: Sequence[Result]) -> str:
-    """What `batch_invariant` takes and what it is for: a table per run."""
+    """The time of `batch_invariant` and the differences without it: a table per run."""
     return "\n\n".join(f"{table(batch_mates.HEADER, batch_mates.rows_of(r))}\n\n{source_line(r)}" for r in results)
 
 
@@ -358,7 +358,7 @@ def _figure(document: str, name: str) -> str:
 
 
 def write_plots(folder: Path) -> list[Path]:
-    """Draw what there are results for; return the files."""
+    """Draw the pictures that have results; return the files."""
     import matplotlib
 
     matplotlib.use("Agg")

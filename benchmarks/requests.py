@@ -85,7 +85,7 @@ def serve(request: dict[str, Any], device: Device, seed: int) -> dict[str, Any]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """What happened to the requests, and how near the counter came to the budget."""
+    """The requests' outcomes, and how near the counter came to the budget."""
     ran = [row for row in rows if row["outcome"] == "ran"]
     shares = [row["driver_bytes"] / row["budget_bytes"] for row in ran if row["driver_bytes"] is not None]
     return table(

@@ -1,4 +1,4 @@
-"""What the small models learned, and how: sections and pictures of docs/small-models.md and docs/records.md.
+"""The training and the results of the small models: sections and pictures of docs/small-models.md and docs/records.md.
 
 PYTHONPATH=. python examples/train_small/train.py --family llada --out DIRECTORY      (its curves.json is training-<model>.json)
 python -m benchmarks.quality exact --model small --lengths 256,512,1k,2k,4k,8k --per-cell 2 --per-task 50 --out quality-<model>.json
@@ -38,7 +38,7 @@ _STAGES: Final = {"first": "", "long": ", then long answers", "last": ", then a 
 
 
 def name_of(result: Result) -> str:
-    """The checkpoint that a training made, and what it went on with."""
+    """The checkpoint of a training, and the checkpoint that it continued."""
     return f"small-{result['family']}{_STAGES[_stage(result)]}"
 
 
@@ -228,7 +228,7 @@ def _mean(by_head: Mapping[str, Mapping[str, float]], what: str) -> str:
 
 
 def decodability_section(results: Sequence[Result]) -> str:
-    """Masked tokens that are decided by the rank of their importance, and what ways of decoding compute, per run."""
+    """Decided masked tokens by the rank of their importance, and the rows that decoding computes, per run."""
     parts = []
     for result in results:
         settings = result["settings"]

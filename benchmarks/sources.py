@@ -1,4 +1,4 @@
-"""Which files figures come from, by git's blob ids: what processes loaded, and whether a commit holds it.
+"""The source files of figures, by git's blob ids: the files that processes loaded, and whether a commit holds them.
 
 Commits are rewritten when work lands, blobs are not. A blob's id needs no git, so a machine without the history computes it, too.
 """
@@ -42,9 +42,9 @@ _REPORTING: Final = (
     "benchmarks/report.py",
     "benchmarks/sources.py",
 )
-"""What reads command lines, draws and keeps records: no figure depends on it, unless a whole process is measured."""
+"""Code for command lines, pictures and records: no figure depends on it, unless a whole process is measured."""
 _DATA: Final = {"mosaic/devices.py": "mosaic/profiles/*.toml"}
-"""Files that a module reads, whoever loads it."""
+"""Files that a module reads when it is loaded."""
 _DIGITS: Final = 12
 _elsewhere: set[str] = set()
 
@@ -71,7 +71,7 @@ def from_root(file: Path) -> str | None:
 
 
 def also(files: Iterable[str | Path]) -> None:
-    """Count files among those of this run: data that it read, and what another process loaded for it."""
+    """Count files among those of this run: data that it read, and files that another process loaded for it."""
     for file in files:
         if (path := from_root(ROOT / file)) is None:
             raise SystemExit(f"{file} is no file of {ROOT}: what is measured is named by its blob there.")
@@ -96,21 +96,21 @@ def loaded_by(*arguments: str) -> list[str]:
 
 
 def of_run() -> dict[str, str]:
-    """Return the blobs that this run measures: what it loaded and read, and what was counted among it, by path."""
+    """Return the blobs that this run measures, by path: the loaded, read and counted files."""
     mine = {*loaded(), *_elsewhere}
     mine |= {path.relative_to(ROOT).as_posix() for by in mine & {*_DATA} for path in ROOT.glob(_DATA[by])}
     return {path: blob_id((ROOT / path).read_bytes()) for path in sorted(mine)}
 
 
 def of_checkout(files: Iterable[str], checkout: Path) -> dict[str, str]:
-    """Return the blobs of another checkout's files among those that a process of it had loaded."""
+    """Return the blobs of the files that a process of another checkout loaded."""
     mine = {Path(file).resolve() for file in files}
     found = {file.relative_to(checkout).as_posix(): file for file in mine if file.is_relative_to(checkout / "mosaic")}
     return {path: blob_id(file.read_bytes()) for path, file in sorted(found.items())}
 
 
 def changed(sources: Mapping[str, str]) -> list[str]:
-    """Return the files that are gone or not what they were."""
+    """Return the files that are gone or changed."""
     now = {path: ROOT / path for path in sources}
     return [path for path, file in now.items() if not file.is_file() or blob_id(file.read_bytes()) != sources[path]]
 
@@ -142,7 +142,7 @@ def differing(sources: Mapping[str, str], commit: str) -> list[str]:
 
 
 def uncommitted() -> list[str]:
-    """Return the files that a benchmark may measure and that are not what the commit says; none without a history."""
+    """Return the files that a benchmark may measure and that differ from the commit; none without a history."""
     if commit_of() is None:
         return []
     listed = (

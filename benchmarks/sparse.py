@@ -99,7 +99,7 @@ def measured(
     on_step: OnStep | None = None,
     attending: FlashInferSteps | None = None,
 ) -> list[float]:
-    """Milliseconds of the steps of some blocks, in the middle of a generation; `on_step` is told what each did.
+    """Milliseconds of the steps of some blocks, in the middle of a generation; `on_step` gets each outcome.
 
     `attending` is whose attention the model was compiled with, if it is not its own.
     """
@@ -148,7 +148,7 @@ def _reaching(model: Model, positions: int) -> Model:
 
 
 def _policy(name: str, k: int) -> SparseAttention | PrefixReuse:
-    """What a preset's name stands for, with so many keys where some are selected."""
+    """The options of a preset's name, with this number of keys if it selects keys."""
     chosen = attention_policy(name)
     return replace(chosen, k=k) if isinstance(chosen, SparseAttention) else chosen
 
@@ -162,7 +162,7 @@ def floor_s(
     requests: int,
     steps: int,
 ) -> float:
-    """Seconds of the floors of one block's steps; a step unembeds what is still masked."""
+    """Seconds of the floors of one block's steps; a step unembeds the rows that are still masked."""
     arch, floor = model.architecture, Floor(model.architecture, device)
     chosen = None if attention == EXACT else attention_policy(attention)
     reuse = chosen if isinstance(chosen, PrefixReuse) else chosen and chosen.reuse
@@ -179,7 +179,7 @@ def floor_s(
 
 
 def floor_of(result: Mapping[str, Any], point: Mapping[str, Any]) -> float:
-    """Return the seconds of a point's floor, by what it decodes."""
+    """Return the seconds of a point's floor."""
     described = with_block(result["model"], BLOCK, result.get("layers"))
     named = point["attention"].split(",")[0]
     attention = EXACT if named in BASELINES else _policy(named, result["k"])
@@ -188,7 +188,7 @@ def floor_of(result: Mapping[str, Any], point: Mapping[str, Any]) -> float:
 
 
 def timings(result: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """Yield what was timed, its seconds, and its floor."""
+    """Yield each timing's name, its seconds, and its floor."""
     for point in result["points"]:
         name = ", ".join(str(point[name]) for name in (*CASE, "attention"))
         yield name, _block_ms(point) / 1e3, floor_of(result, point)

@@ -41,7 +41,7 @@ def floor_of(result: Mapping[str, Any], point: Mapping[str, Any]) -> float:
 
 
 def timings(result: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """Yield what was timed, its seconds, and its floor."""
+    """Yield each timing's name, its seconds, and its floor."""
     for point in result["points"]:
         if point["step_s"]:
             name = f"{point['engine']}, {point['tokens']:,}, {point['mask_ratio']:g}"
@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def added(before: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a result with what a later run of the same commit found on the same card.
+    """Return a result extended by a later run of the same commit on the same card.
 
     Raises
     ------
@@ -167,7 +167,7 @@ def _plain(device: str) -> str:
 
 
 def _progress(record: dict[str, Any]) -> None:
-    """One line on stderr per point, so that a run that is cut off has still said what it measured."""
+    """One line on stderr per point, so that an interrupted run has reported its measurements."""
     if "files" in record:
         sources.also(file for file in record["files"] if sources.from_root(Path(file)))
     if "step_s" in record:

@@ -1,4 +1,4 @@
-"""Milliseconds of a step's kernels by what they do, from the profiler: products, attention, metric and selection, and the rest."""
+"""Milliseconds of a step's kernels by kind, from the profiler: products, attention, metric and selection, others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any, Final
+
+from mosaic.errors import UsageError
 
 __all__ = ["KINDS", "OTHERS", "kernel_ms", "kind_of"]
 
@@ -21,7 +23,7 @@ OPERATORS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     SELECTION: ("evict_tokens", "gather_rows", "key_mass", "prefix_logsumexp", "token_importance", "top_keys"),
 }  # fmt: skip
-"""Which operators, and which modules' own kernels, are of a kind."""
+"""The operators, and the modules with kernels of their own, of a kind."""
 LIBRARIES: Final[Mapping[str, tuple[str, ...]]] = {
     PRODUCTS: ("nvjet", "gemm", "splitk", "cublas"),
     ATTENTION: ("cudnn", "fmha"),
@@ -30,7 +32,7 @@ LIBRARIES: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def kernel_ms(kernels: Iterable[tuple[str, float]], steps: int) -> dict[str, float]:
-    """Return milliseconds of a step by kind, of names and microseconds of all launches of so many steps."""
+    """Return milliseconds of a step by kind, from names and microseconds of all launches of several steps."""
     found = dict.fromkeys(KINDS, 0.0)
     for name, microseconds in kernels:
         found[_kind(name)] += microseconds / 1e3 / steps
@@ -59,6 +61,9 @@ def _kind(name: str) -> str:
 
 @cache
 def _own(module: str) -> Mapping[str, Any]:
-    """The kernels that a module defines."""
-    found = vars(import_module(f"mosaic.kernels.cuda.{module}"))
+    """The kernels that a module defines; none if an operator has no module, or if its kernels are not for the installed Triton."""
+    try:
+        found = vars(import_module(f"mosaic.kernels.cuda.{module}"))
+    except (ModuleNotFoundError, UsageError):
+        return {}
     return {name: kernel for name, kernel in found.items() if name.endswith("_kernel")}

@@ -1,4 +1,4 @@
-"""Parts of a step alone: its launches by what they do, those of a kind run by themselves, on a card from a CUDA graph.
+"""Parts of a step alone: its launches by kind, those of a kind run by themselves, on a card from a CUDA graph.
 
 What a step leaves in its workspace is no input for a part of it: buffers share bytes, so where indices were there may be hidden
 states now. So a step is run launch by launch, and what a launch is about to read of buffers that live within the step is copied:
@@ -34,7 +34,7 @@ _WITHIN: Final = frozenset({"input", "transient", "carry", "output"})
 
 
 class Launch(NamedTuple):
-    """A launch of a step: its operator's name, the function, and its arguments, with copies in place of what did not stay."""
+    """A launch of a step: its operator's name, the function, and its arguments, with copies of overwritten operands."""
 
     operator: str
     function: Callable[..., object]
@@ -55,7 +55,7 @@ def launches_of(model: CompiledModel, requests: Sequence[StepRequest]) -> dict[s
             for executor in known:
                 watching.enter_context(executor.watched(partial(noting.note, executor)))
             model.step(requests)
-        if {*model.executors} == {*known}:  # or a part of the step was bound in it, and told nobody
+        if {*model.executors} == {*known}:  # else a part of the step was bound during it
             graphs = 1 if requests[0].phase.bucketed is None else 2
             assert noting.graphs >= graphs, (
                 "a plan that serves a single step is bound anew each time, and cannot be watched"
@@ -118,7 +118,7 @@ def alone_ms(launches: Sequence[Launch], *, on_card: bool) -> float:
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        _run(launches)  # libraries take what they need for a stream before a capture
+        _run(launches)  # libraries allocate for a stream before a capture
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         _run(launches)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

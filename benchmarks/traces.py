@@ -69,7 +69,7 @@ __all__ = [
 ]
 
 EVICTION: Final = Eviction(alpha=1.0, history="ema", weight=1.0)
-"""Keeps as many masked tokens as the request says that its step before has decided, and those that stand out."""
+"""Keeps as many masked tokens as the request states for its previous step, and tokens whose importance stands out."""
 PAPER: Final[Mapping[str, tuple[float, float]]] = {"sdar": (15.02, 3.12), "llada2": (19.73, 4.19)}
 """By family, tokens computed for each that is decided in blocks of 32, without eviction and with it: FOCUS, table 5, ShareGPT."""
 _AS: Final[Mapping[str, str]] = {"fast-dllm-v2": "sdar"}
@@ -123,7 +123,7 @@ class Trace:
         return masked / steps, kept / steps, committed / steps
 
     def most_blocks(self, steps: int) -> int:
-        """Return the most blocks that a request of the trace is in during so many steps."""
+        """Return the most blocks that a request of the trace is in during a number of steps."""
         lengths = [*map(len, self.blocks)]
         ends = [*accumulate(islice(cycle(lengths), len(lengths) + steps), initial=0)]
         return max(bisect_left(ends, ends[first] + steps) - first + 1 for first in range(len(lengths)))
@@ -188,7 +188,7 @@ def load_trace(path: Path) -> Trace:
 
 
 def flat_importance(model: CompiledModel) -> None:
-    """Write weights of the first layers' queries, so that the importance of hardly any masked token stands out.
+    """Write weights of the first layers' queries, so that the importance of few masked tokens stands out.
 
     Layer 0 attends to all alike, layer 1 to few positions: rarely to masked ones, whose keys are alike. So deltas of masked
     tokens are small beside the deviation over the block, and the budget says how many are kept. Scores of layer 1 have a
@@ -226,7 +226,7 @@ class Replay:
     kept
         Tokens that steps have computed to the last layer, of all requests together.
     unembedded
-        Of these, those that were unembedded.
+        The unembedded ones among them.
     """
 
     trace: Trace
@@ -272,7 +272,7 @@ class Replay:
         return self.trace.block - self.trace.blocks[block][step].masked
 
     def _tell(self, asked: StepRequest, places: Places, script: _Script) -> None:
-        """Tell the step, which nobody else has yet, a budget that keeps as many rows as the trace says."""
+        """Give the step a budget that keeps as many rows as the trace states."""
         told = asked.values.get("block")
         if told is None:
             return
@@ -313,7 +313,7 @@ class Replay:
         return forced.hold([("committed", taken), ("chosen", chosen), *same])
 
     def _count(self, tokens: int, decided: int, kept: Tensor | None) -> None:
-        """Count what a step has computed; a step of two graphs says what it has kept once, to all of its requests."""
+        """Count the rows that a step computed; a step of two graphs reports its kept rows once, to all its requests."""
         self.unembedded += decided
         if kept is None:
             self.kept += tokens
@@ -323,7 +323,7 @@ class Replay:
 
 
 class _Script:
-    """Where one request is in the trace, and what it is behind by. `share` of the masked rows is its last budget."""
+    """The position of one request in the trace, and its backlog. `share` of the masked rows is its last budget."""
 
     def __init__(self, trace: Trace, block: int, step: int) -> None:
         self._trace, self._block = trace, block
@@ -384,7 +384,7 @@ class Counted(NoPrefill):
         super().__init__(runner)
         self.sizes: list[Sizes] = []
         self.last: deque[Sequence[StepRequest]] = deque(maxlen=_LAST)
-        """What the last steps were asked for."""
+        """The sizes of the last steps."""
 
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         """Run one step."""

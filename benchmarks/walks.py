@@ -1,4 +1,4 @@
-"""How long the walks through the house are: files and calls of Mosaic from a command to its launch, and what the house counts.
+"""The length of the walks: files and calls of Mosaic from a command to its launch, and sizes of the library.
 
 A file is entered where one of its functions is called; what runs while modules are imported is left out. A call is one of a
 Python function of Mosaic, comprehensions and generators' resumptions included. Each walk is a process of its own.
@@ -50,7 +50,7 @@ class Walk:
     def _saw(self, frame: FrameType, event: str, argument: object) -> None:
         if event not in ("call", "return"):
             return
-        if frame.f_code.co_name == "<module>":  # an import: whatever it calls is of no walk
+        if frame.f_code.co_name == "<module>":  # an import: its calls belong to no walk
             if event == "call" and self._importing is None:
                 self._importing = frame
             elif event == "return" and self._importing is frame:
@@ -117,7 +117,7 @@ def advance(**options: Any) -> Walk:
 
 
 def bodies() -> dict[str, int]:
-    """Bodies of each kind of step: what a search over all choices compiles."""
+    """Bodies of each kind of step that a search over all choices compiles."""
     from mosaic.models.parts import KEPT, Commit
     from mosaic.models.phase import FULL_STEP, Phase
     from mosaic.planner import Planner

@@ -1,6 +1,6 @@
-"""What a card is: memory, bandwidth, rates, fixed bytes. Built-in profiles, and a user's own from TOML.
+"""Device profiles: memory, bandwidth, rates, fixed bytes. Some are built in; users load their own from TOML.
 
-Figures that were not measured on the card are estimates from data sheets, and `estimated` says so. Nothing here touches a
+Figures that were not measured on the card are estimates from data sheets, and `estimated` is true. Nothing here calls a
 driver.
 """
 
@@ -17,19 +17,17 @@ from typing import Any, Final, TypeAlias
 from mosaic.errors import UnknownName, UsageError
 from mosaic.units import GIB, MIB, parse_bytes
 
-__all__ = ["ANY_COLUMNS", "DEFAULT_DEVICE", "DEVICES", "GRAPH_BYTES", "Device", "Rates", "load_device", "to_toml"]
-
 Rates: TypeAlias = Mapping[int, float]
 """FLOP/s by size, interpolated over the logarithm of the size, constant beyond both ends."""
 
 DEFAULT_DEVICE: Final = "rtx-4090"
 ANY_COLUMNS: Final = 1
-"""The one entry of `gemm_rates` where rates were given by rows alone: below every number of columns, so it serves all."""
+"""The single column count of `gemm_rates` if rates were given by rows alone: it serves all column counts."""
 _ATTENTION: Final = {"cuda": ("cudnn", "triton"), "cpu": ("cpu",)}
 _CONTEXT: Final = 520 * MIB
-"""A CUDA context with PyTorch's and Triton's modules loaded: about 0.5 GiB on the cards we have seen."""
+"""A CUDA context with PyTorch's and Triton's modules loaded: about 0.5 GiB on the cards measured so far."""
 GRAPH_BYTES: Final = 16 * MIB
-"""What `context_bytes` has for captured graphs: the room that every plan leaves for them."""
+"""The part of `context_bytes` for captured graphs, reserved in every plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,38 +37,40 @@ class Device:
     Parameters
     ----------
     backend
-        Whose implementations run on it: `cuda` or `cpu`.
+        The backend whose implementations run on it: `cuda` or `cpu`.
+    capability
+        Compute capability of a card, 90 for sm_90. Only plans for exactly this number take kernels made for such cards.
     memory_bytes
-        What the driver shows as total.
+        The total that the driver reports.
     bandwidth
         Device memory, bytes per second.
     gemm_rates
         FLOP/s of a dense bf16 GEMM by output columns, then by rows; {rows: rate} alone means any columns.
     few_rows_rates
-        FLOP/s of products that are made for few rows, by rows; none: those of GEMMs of up to 64 rows, whatever the rows.
+        FLOP/s of products of few rows, by rows; if empty, the rates of GEMMs of up to 64 rows, whatever the rows.
     unembed_rates
-        FLOP/s of the fused unembedding with statistics by rows; none: those of GEMMs.
+        FLOP/s of the fused unembedding with statistics by rows; if empty, the rates of GEMMs.
     sampled_unembed_rates
-        The same with a sample of each row as well; none: those without.
+        The same with a sample of each row as well; if empty, the rates without.
     attention_rates
         FLOP/s of full attention by implementation, then by the query rows times heads of a launch.
     host_link
-        Pinned host memory to the device, and back at the same time: bytes per second, each way.
+        Pinned host memory to the device, and back at the same time: bytes per second, each direction.
     launch_s
-        Seconds that an op takes beyond its work: one node of a captured step.
+        Seconds that an op takes in addition to its work: one node of a captured step.
     context_bytes, library_bytes
         Fixed bytes: the context with its modules and `GRAPH_BYTES` of captured graphs, and library workspaces (cuBLAS).
     page_bytes
         Granularity of physical memory.
     host_bytes
-        Host memory that may be pinned where no host budget is given; 0 for none.
+        The default host budget: host memory that may be pinned; 0 for none.
     estimated, source
-        Whether figures come from data sheets rather than measurements, and from where.
+        Whether figures come from data sheets rather than measurements, and their source.
 
     Raises
     ------
     UsageError
-        Naming the device, the field, what was expected and what came.
+        Naming the device, the field, the expected and the actual value.
     """
 
     name: str
@@ -82,6 +82,7 @@ class Device:
     unembed_rates: Rates = field(default_factory=dict)
     sampled_unembed_rates: Rates = field(default_factory=dict)
     backend: str = "cuda"
+    capability: int = 0
     host_link: float = 24.8e9
     launch_s: float = 5e-6
     context_bytes: int = _CONTEXT
@@ -98,6 +99,7 @@ class Device:
             self._require(name, "a positive number of bytes", _is_count(getattr(self, name), least=1))
         for name in ("context_bytes", "library_bytes", "host_bytes"):
             self._require(name, "a number of bytes from 0", _is_count(getattr(self, name), least=0))
+        self._require("capability", "a number such as 90, or 0 for none", _is_count(self.capability, least=0))
         for name in ("bandwidth", "host_link"):
             self._require(name, "positive bytes per second", _is_positive(getattr(self, name)))
         self._require("launch_s", "seconds from 0", self.launch_s == 0 or _is_positive(self.launch_s))
@@ -191,12 +193,13 @@ def _card(
     memory_gib: float,
     bandwidth: float,
     bf16_flops: float,
+    capability: int,
     *,
     attention: float = 0.55,
     link: float = 24.8e9,
     source: str = "data sheet; total as the driver shows it",
 ) -> Device:
-    """A card known from its data sheet, by rule of thumb.
+    """A card's profile from its data sheet, by rule of thumb.
 
     GEMMs reach 75 % of the dense bf16 peak once they have as many output tiles as 512 rows of 2,048 columns; attention
     reaches `attention` of the peak with cuDNN and 45 % with Triton from 2^15 query rows times heads on.
@@ -207,6 +210,7 @@ def _card(
         name=name,
         memory_bytes=int(memory_gib * 1024) * MIB,
         bandwidth=0.9 * bandwidth,
+        capability=capability,
         gemm_rates={
             columns: {rows * 2048 // columns: share * rate for rows, share in shares.items()} for columns in (256, 2048)
         },
@@ -222,7 +226,7 @@ def _card(
 
 
 def _calibrated(name: str) -> Device:
-    """A card that we have measured: the file that `mosaic calibrate` wrote on it."""
+    """A measured card: the file that `mosaic calibrate` wrote on it."""
     path = Path(__file__).parent / "profiles" / f"{name}.toml"
     return Device(**tomllib.loads(path.read_text(encoding="utf-8")))
 
@@ -233,7 +237,7 @@ CPU: Final = Device(
     memory_bytes=16 * GIB,
     bandwidth=2.0e10,
     gemm_rates={ANY_COLUMNS: {1: 2.0e10, 64: 1.0e11}},
-    few_rows_rates={1: 1.0e10},  # the same products as apart, and made for no speed
+    few_rows_rates={1: 1.0e10},  # the same products as the unfused ones; not optimised
     unembed_rates={1: 1.0e10, 64: 5.0e10},
     attention_rates={"cpu": {1: 5.0e10}},
     host_link=2.0e10,
@@ -247,12 +251,12 @@ CPU: Final = Device(
 DEVICES: Final[Mapping[str, Device]] = {
     device.name: device
     for device in (
-        _card("rtx-3090", 23.7, 936e9, 71e12),
-        _card("rtx-4090", 23.6, 1008e9, 165e12),
-        _card("l40s", 44.4, 864e9, 362e12),
-        _card("a100-40g", 39.4, 1555e9, 312e12),
-        _card("a100-80g", 79.2, 2039e9, 312e12),
-        _card("h100", 79.2, 3350e9, 989e12, attention=0.6, link=54.7e9),
+        _card("rtx-3090", 23.7, 936e9, 71e12, 86),
+        _card("rtx-4090", 23.6, 1008e9, 165e12, 89),
+        _card("l40s", 44.4, 864e9, 362e12, 89),
+        _card("a100-40g", 39.4, 1555e9, 312e12, 80),
+        _card("a100-80g", 79.2, 2039e9, 312e12, 80),
+        _card("h100", 79.2, 3350e9, 989e12, 90, attention=0.6, link=54.7e9),
         _calibrated("h200"),
         CPU,
     )
@@ -260,14 +264,14 @@ DEVICES: Final[Mapping[str, Device]] = {
 
 
 def load_device(name: Device | str | Path | None = None) -> Device:
-    """Return a built-in profile by name, a profile file (`my-card.toml`), or a profile as it is; `DEFAULT_DEVICE` if not given.
+    """Return a profile: a built-in one by name, a file (`my-card.toml`), or as given; `DEFAULT_DEVICE` if not given.
 
     Raises
     ------
     UnknownName
-        Neither built in nor a file.
+        If it is neither built in nor a file.
     UsageError
-        A file that is not a valid profile, or no name at all.
+        If the file is no valid profile, or the name is empty.
 
     Examples
     --------
@@ -291,7 +295,7 @@ def load_device(name: Device | str | Path | None = None) -> Device:
 
 
 def to_toml(device: Device) -> str:
-    """Write a profile as the TOML that `load_device` reads: every field, so that it needs no base.
+    """Write a profile as TOML for `load_device`, with every field, so that it needs no base.
 
     Examples
     --------
@@ -311,7 +315,7 @@ def to_toml(device: Device) -> str:
 
 
 def _toml_value(value: str | bool | int | float) -> str:
-    """A JSON string is a TOML string, but for DEL, which JSON leaves as it is."""
+    """A JSON string is a TOML string, except that TOML escapes DEL."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
@@ -320,7 +324,7 @@ def _toml_value(value: str | bool | int | float) -> str:
 
 
 def _from_table(table: Mapping[str, Any], path: Path) -> Device:
-    """Build a profile from TOML: sizes as text or bytes, everything unsaid taken from `base`."""
+    """Build a profile from TOML: sizes as text or bytes, missing fields taken from `base`."""
     values = dict(table)
     base_name = str(values.pop("base", DEFAULT_DEVICE))
     if base_name not in DEVICES:
@@ -339,7 +343,7 @@ def _from_table(table: Mapping[str, Any], path: Path) -> Device:
 
 
 def _value(key: str, value: Any) -> Any:
-    """One field as `Device` takes it, which then checks what it means."""
+    """Convert one field to the type that `Device` takes; `Device` checks its value."""
     if key.endswith("_bytes"):
         return 0 if value == 0 else parse_bytes(str(value))
     if key in ("name", "backend", "source"):

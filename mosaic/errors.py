@@ -1,8 +1,7 @@
 """The exceptions of Mosaic, one tree.
 
-Every message says what was asked, what was found, and the next step; numbers
-in a message are attributes too. `UsageError` maps to exit code 2, `DoesNotFit`
-to 3, everything else to 1.
+Every message states the request, the finding and the next step; numbers in a message are attributes too. `UsageError`
+maps to exit code 2, `DoesNotFit` to 3, everything else to 1.
 """
 
 from __future__ import annotations
@@ -10,30 +9,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = [
-    "BucketOverflow",
-    "CheckFailed",
-    "CheckpointError",
-    "ConfigWarning",
-    "DeviceLost",
-    "DoesNotFit",
-    "GraphError",
-    "InstanceFormatError",
-    "MissingExtra",
-    "MosaicError",
-    "PlanFormatError",
-    "RuntimeMemoryError",
-    "UnknownName",
-    "UnsafePlan",
-    "UnsupportedModel",
-    "UsageError",
-    "WeightsChanged",
-    "WeightsMisplaced",
-]
-
 
 class MosaicError(Exception):
-    """Base of every error that Mosaic raises on purpose."""
+    """Base of all exceptions that Mosaic raises deliberately."""
 
     exit_code = 1
 
@@ -45,7 +23,7 @@ class UsageError(MosaicError, ValueError):
 
 
 class UnknownName(UsageError):
-    """A name that is not in a list, with the nearest one that is.
+    """A name that is not in a list, with the nearest one in it.
 
     >>> UnknownName("device", "rtx3090", ["rtx-3090", "h200"]).suggestion
     'rtx-3090'
@@ -61,7 +39,7 @@ class UnknownName(UsageError):
 
 
 class DoesNotFit(MosaicError):
-    """A valid request whose answer is no: it needs more bytes than there are."""
+    """A valid request that needs more bytes than are available."""
 
     exit_code = 3
 
@@ -71,11 +49,11 @@ class DoesNotFit(MosaicError):
 
 
 class GraphError(MosaicError):
-    """A graph that cannot be: mismatching shapes, a read before any write, an illegal alias."""
+    """An invalid graph: mismatching shapes, a read before any write, an illegal alias."""
 
 
 class BucketOverflow(MosaicError):
-    """A step that computed a `count` which none of the `buckets` of the next one holds."""
+    """A step computed a `count` that exceeds all `buckets` of the next one."""
 
     def __init__(self, message: str, *, count: int, buckets: Iterable[int]) -> None:
         self.count, self.buckets = count, tuple(buckets)
@@ -83,7 +61,7 @@ class BucketOverflow(MosaicError):
 
 
 class ConfigWarning(UserWarning):
-    """A key of a config.json that Mosaic does not know, and does not use."""
+    """A key of a config.json that Mosaic does not know and does not use."""
 
 
 class UnsupportedModel(UsageError):
@@ -99,7 +77,7 @@ class InstanceFormatError(MosaicError):
 
 
 class CheckFailed(MosaicError):
-    """A plan that breaks its own promises; `violations` lists how."""
+    """A plan with claims that do not hold; `violations` lists them."""
 
     def __init__(self, violations: Iterable[str]) -> None:
         self.violations = tuple(violations)
@@ -108,7 +86,7 @@ class CheckFailed(MosaicError):
 
 
 class UnsafePlan(CheckFailed):
-    """A plan that Mosaic made and did not hand out: its own checker refused it; `solver` placed its buffers."""
+    """A plan of Mosaic's own that its checker refused; `solver` placed its buffers."""
 
     def __init__(self, violations: Iterable[str], *, what: str, solver: str) -> None:
         super().__init__(violations)
@@ -144,7 +122,7 @@ class WeightsMisplaced(MosaicError):
 
 
 class DeviceLost(MosaicError):
-    """The device stopped in a step: its context, and all that stood in its memory, is gone for this process."""
+    """The device stopped in a step: its context and all its memory are lost for this process."""
 
 
 class MissingExtra(MosaicError):

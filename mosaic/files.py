@@ -1,4 +1,4 @@
-"""Writing files so that a reader sees the old content or the new, never half of it."""
+"""Atomic file writes: a reader sees the old content or the new, never half of it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 
 from mosaic.errors import UsageError
 
-__all__ = ["is_replaceable", "write_atomic"]
-
 _STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/([0-9]{1,6})")
 
@@ -22,15 +20,15 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
     Parameters
     ----------
     path
-        Where to write. A symbolic link is followed. What is no regular file (a pipe, a device) is written directly, and
-        so is an open descriptor (`/dev/stdout`, `/dev/fd/3`), wherever it leads.
+        Where to write. A symbolic link is followed. A path that is no regular file (a pipe, a device) is written
+        directly, and so is an open descriptor (`/dev/stdout`, `/dev/fd/3`), whatever its target.
     data
         The content; text is written as UTF-8 with `\\n` line ends.
 
     Raises
     ------
     UsageError
-        If the folder does not exist, may not be written to, or `path` is a folder.
+        If the folder does not exist or is not writable, or `path` is a folder.
     OSError
         With the file's name, if the disk is full or fails.
 
@@ -66,14 +64,14 @@ def is_replaceable(path: str | os.PathLike[str]) -> bool:
 
 
 def _descriptor(path: str | os.PathLike[str]) -> int | None:
-    """The open descriptor that a path stands for."""
+    """The open descriptor that a path names."""
     name = os.fspath(path)
     match = _DESCRIPTOR.fullmatch(name)
     return int(match[1]) if match else _STREAMS.get(name)
 
 
 def _write_through(descriptor: int, content: bytes) -> None:
-    """Write where a descriptor stands, after what has been printed: reopening a redirected file would begin at its start."""
+    """Write at a descriptor's position, after earlier output: reopening a redirected file would begin at its start."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     with os.fdopen(os.dup(descriptor), "wb") as copy:
@@ -81,7 +79,7 @@ def _write_through(descriptor: int, content: bytes) -> None:
 
 
 def _replace(target: Path, content: bytes) -> None:
-    """Write a neighbour with the mode a plain `open` would give, then rename it over the target."""
+    """Write a neighbouring file with the mode of a plain `open`, then rename it over the target."""
     neighbour = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
     descriptor = os.open(neighbour, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:

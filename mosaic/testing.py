@@ -1,7 +1,7 @@
-"""Tests that an operator brings of itself: every implementation against the reference, on random operands.
+"""Tests of an operator from its own record: every implementation against the reference, on random operands.
 
-What is launched here is what a plan would launch: outputs and scratch hold garbage before, bytes around them are
-guarded, operands are whole or sliced as a chunk loop slices them, and share storage where the operator says that they may.
+Launches are like a plan's: outputs and scratch hold garbage before, bytes around them are guarded, operands are whole
+or sliced as by a chunk loop, and share storage where the operator allows it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from mosaic.kernels.binding import Kernel, kernel_of, reference_of
 from mosaic.registrar.operands import parse, shapes
 from mosaic.registrar.operator import Backend, Dim, Implementation, Operator, Spec
 from mosaic.registrar.polynomial import symbol
+from mosaic.runtime.opening import card_capability
 
-__all__ = ["OperatorMismatch", "verify_operator"]
-
-_GUARD: Final = 512  # bytes on either side of whatever a launch may write
+_GUARD: Final = 512  # bytes before and after each buffer that a launch may write
 _GUARD_VALUE: Final = 0xA5
 _ROUNDINGS: Final = 64
 
 
 class OperatorMismatch(MosaicError, AssertionError):
-    """An implementation that does not do what its operator says."""
+    """An implementation contradicts its operator's record."""
 
 
 def verify_operator(
@@ -43,24 +42,24 @@ def verify_operator(
     tolerance: float | None = None,
     seed: int = 0,
 ) -> tuple[str, ...]:
-    """Launch every implementation that serves these sizes, and compare it with the operator's reference in float64.
+    """Launch every implementation that supports these sizes, and compare it with the operator's reference in float64.
 
     Each is launched on whole operands, in two unequal slices of every size that a chunk loop may run over, and with
-    each pair of operands in one place that may share storage. One that says it is invariant must give the same bits in all.
+    each allowed pair of operands in one place. An implementation declared invariant must give the same bits in all.
 
     Parameters
     ----------
     sizes
-        A number for every letter of the operator's operands; of `*T` the one size of the one axis that it stands for.
+        A number for every letter of the operator's operands; for `*T` the size of a single axis.
     loops
-        The letters that a chunk loop may run over: not the width of a norm.
+        The letters that a chunk loop may run over (not the width of a norm, for example).
     dtypes
-        What letters of dtypes stand for; float32 if not given.
+        The dtypes of letters; float32 if not given.
     values
-        Operands that are not to be drawn at random: indices, bounds. Integers that are not given are 0. An operand that
-        may be left out is there if it is given.
+        Operands that must not be random, such as indices and bounds. Integer operands are 0 by default. An optional
+        operand is present if it is given.
     tolerance
-        The largest error that passes, as a share of the largest expected value; 64 roundings of the dtype if not given.
+        The largest error allowed, as a share of the largest expected value; 64 roundings of the dtype if not given.
 
     Returns
     -------
@@ -70,12 +69,12 @@ def verify_operator(
     Raises
     ------
     OperatorMismatch
-        Naming implementation, operand and launch: a wrong value, a write outside of an output or of the scratch, an
-        operand that is only read and was changed, other bits in a slice than in the whole where it is invariant.
+        Naming implementation, operand and launch: a wrong value, a write outside of an output or the scratch, a changed
+        read-only operand, or different bits in a slice if it is invariant.
     UsageError
         If there is no implementation, no reference, or a size is missing.
     GraphError
-        If a value is not what the operator says of it.
+        If a value contradicts the operator's record.
 
     Examples
     --------
@@ -87,7 +86,7 @@ def verify_operator(
     if not operator.on(backend):
         raise UsageError(f"'{operator.name}' has no implementation on {backend}.")
     case = _Case.draw(operator, sizes, loops, dict(dtypes or {}), given, dict(values or {}), backend, seed)
-    serving = operator.serving(backend, case.specs, given)
+    serving = operator.serving(backend, case.specs, given, card_capability() if backend == "cuda" else 0)
     for name in serving:
         way = operator.implementation(backend, name)
         whole: Mapping[str, Tensor] | None = None
@@ -101,7 +100,7 @@ def verify_operator(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Launch:
-    """One way to launch: over slices of a size (none: whole), with one operand written over another (none: apart)."""
+    """One kind of launch: over slices of a size (none: whole), with one operand written over another (none: apart)."""
 
     over: str | None = None
     inplace: tuple[str, str] | None = None
@@ -171,7 +170,7 @@ class _Case:
         return found
 
     def verify(self, way: Implementation, launch: _Launch, tolerance: float | None) -> Mapping[str, Tensor]:
-        """Launch, and compare all that was written, and all that must not be, with the reference; return what was written."""
+        """Launch, and compare all written and all unwritten bytes with the reference; return the written values."""
         guards: list[tuple[str, Tensor]] = []
         operands = {name: self._placed(name, spec, guards) for name, spec in self.specs.items()}
         for name, value in self.reads.items():
@@ -201,7 +200,7 @@ class _Case:
     def compare_bits(
         self, way: Implementation, launch: _Launch, found: Mapping[str, Tensor], whole: Mapping[str, Tensor]
     ) -> None:
-        """Make sure that a launch of an invariant implementation gave what the first one, of whole operands, gave."""
+        """Make sure that a launch of an invariant implementation gave the bits of the launch of whole operands."""
         for name, value in whole.items():
             if not torch.equal(found[name], value):
                 raise OperatorMismatch(
@@ -212,7 +211,7 @@ class _Case:
     def _iterations(
         self, operands: Mapping[str, Tensor], way: Implementation, launch: _Launch
     ) -> Iterator[tuple[dict[str, Tensor], int]]:
-        """The operands of each launch, and the first row of the one whose rows are counted."""
+        """The operands of each launch, and the first row of the operand that `row_origin` names."""
         if launch.over is None:
             yield dict(operands), 0
             return
@@ -226,7 +225,7 @@ class _Case:
             yield views, origin
 
     def _placed(self, name: str, spec: Spec, guards: list[tuple[str, Tensor]]) -> Tensor:
-        """Room for an operand, full of garbage (NaN in every float dtype), between guarded bytes."""
+        """A buffer for an operand, full of garbage (NaN in every float dtype), between guarded bytes."""
         dtype, shape = getattr(torch, spec.dtype), _ints(spec.shape, {})
         size = prod(shape) * dtype.itemsize
         device = "cuda" if self.backend == "cuda" else "cpu"
@@ -240,7 +239,7 @@ def _symbolic(
     operator: Operator, sizes: Mapping[str, int], loops: Sequence[str], dtypes: Mapping[str, str], attrs: Mapping[str, Any],
     values: Mapping[str, Tensor],
 ) -> dict[str, Spec]:  # fmt: skip
-    """The operands that there are, with a symbol for each size that a loop may run over."""
+    """The specs of the operands, with a symbol for each size that a loop may run over."""
     known: dict[str, Any] = {**operator.defaults, **attrs}
     known |= {name: symbol(name) if name in loops else size for name, size in sizes.items()}
     reads, writes = parse(operator.operands)
@@ -271,7 +270,7 @@ def _random(spec: Spec, generator: torch.Generator) -> Tensor:
 
 
 def _by_name(operator: Operator, result: Any) -> dict[str, Tensor]:
-    """What a reference returns, by the names of what the operator writes and updates."""
+    """The results of a reference, by the names of the operator's writes and updates."""
     names = (*operator.writes, *operator.updates)
     if isinstance(result, Mapping):
         return dict(result)

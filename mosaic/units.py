@@ -1,7 +1,7 @@
-"""Sizes and token counts as people write them: `24GiB`, `128k`, and back.
+"""Sizes and token counts as text, `24GiB`, `128k`, and back.
 
-1024-based throughout; the unit is always printed. Whatever takes a size or a count takes an integer of any kind (Python's,
-NumPy's) or text; `bool` is neither.
+1024-based throughout; the unit is always printed. A size or count may be an integer of any kind (Python's, NumPy's) or
+text; `bool` is neither.
 """
 
 from __future__ import annotations
@@ -13,13 +13,8 @@ from typing import Final, SupportsIndex, TypeAlias
 
 from mosaic.errors import UsageError
 
-__all__ = [
-    "GIB", "KIB", "MIB", "Size", "format_bytes", "format_seconds", "format_tokens", "parse_bytes", "parse_lengths",
-    "parse_tokens", "round_up",
-]  # fmt: skip
-
 Size: TypeAlias = SupportsIndex | str
-"""An integer, or text with a unit: `24GiB` where bytes are meant, `128k` where tokens are."""
+"""An integer, or text with a unit: `24GiB` for bytes, `128k` for tokens."""
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
@@ -45,14 +40,14 @@ def parse_bytes(size: Size, *, what: str = "", least: int = 1) -> int:
     Parameters
     ----------
     what
-        What is read, for the message.
+        The name of the value, for the message.
     least
-        The smallest number of bytes that is meant; 0 where nothing is an answer.
+        The smallest allowed number of bytes.
 
     Raises
     ------
     UsageError
-        If it is no integer and no text of that form, or less than `least`.
+        If it is neither an integer nor such text, or less than `least`.
 
     Examples
     --------
@@ -71,8 +66,8 @@ def parse_bytes(size: Size, *, what: str = "", least: int = 1) -> int:
 
 
 def parse_tokens(count: Size, *, what: str = "", least: int = 1) -> int:
-    """Read a token count: an integer, or `131072`, or `128k` = 131,072, or `1m` = 1,048,576; a fraction of a unit if it is
-    whole tokens.
+    """Read a token count: an integer, or `131072`, or `128k` = 131,072, or `1m` = 1,048,576; a fraction of a unit if it
+    is a whole number of tokens.
 
     Parameters
     ----------
@@ -82,7 +77,7 @@ def parse_tokens(count: Size, *, what: str = "", least: int = 1) -> int:
     Raises
     ------
     UsageError
-        If it is no integer and no text of that form, or less than `least`.
+        If it is neither an integer nor such text, or less than `least`.
 
     Examples
     --------
@@ -128,7 +123,7 @@ def _read(value: object, form: re.Pattern[str]) -> int | None:
 
 
 def _integer(value: object) -> int | None:
-    # NumPy before 2 takes its own booleans for indices, and so does PyTorch
+    # NumPy before 2 accepts its own booleans as indices, and so does PyTorch
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith(("bool", "bool_")):
         return None
     try:
@@ -150,7 +145,7 @@ def _prefix(what: str) -> str:
 
 
 def _short(text: str) -> str:
-    """Text as a message quotes it: on one line, cut where it is long."""
+    """Text as a message quotes it: on one line, shortened if long."""
     line = " ".join(text.split())
     return line if len(line) <= 40 else f"{line[:37]}..."
 
@@ -179,7 +174,7 @@ def format_tokens(num_tokens: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Print a time in the unit that people would say it in.
+    """Print a time in a convenient unit.
 
     >>> [format_seconds(t) for t in (0.0123, 267.59, 3725.0, 267480.0)]
     ['12.30 ms', '4 min 28 s', '1 h 2 min', '74.3 h']

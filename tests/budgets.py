@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 CEILING_S = 570
-"""What all budgets may add up to: two cores for 300 s, less what both take to collect the tests."""
+"""The limit on the sum of all budgets: two cores for 300 s, less the time of collecting the tests on both."""
 USUAL_S = 1.0
 BUDGETS_S: Mapping[str, float] = {
     "test_admission": 3, "test_advice": 5, "test_ahead": 7, "test_bench": 6, "test_benchmarks": 12, "test_check": 3,
@@ -39,12 +39,12 @@ BUDGETS_S: Mapping[str, float] = {
     "test_triton_compiles": 19, "test_triton_kernels": 6, "test_viz": 2, "test_viz_graph": 2, "test_vocabulary": 2,
     "test_weight_addresses": 4,
 }  # fmt: skip
-"""What files were measured to take; every other one may take `USUAL_S`."""
+"""Measured seconds of files; every other one may take `USUAL_S`."""
 SLACK, COLD_S = 1.5, 12.0
 """A file fails beyond its budget times `SLACK` and `COLD_S` more: alone it compiles what others have compiled before it, numba's
 functions for the most part."""
 LOOP_S = 0.0130
-"""What `_loop_s` returns on the machine of the budgets."""
+"""The result of `_loop_s` on the machine of the budgets."""
 
 
 def budget_s(file: str) -> float:
@@ -106,7 +106,7 @@ def _cpu_s() -> float:
 
 
 def slowness() -> float:
-    """How many times as long as on the machine of the budgets a fixed loop takes, at least 1."""
+    """The time of a fixed loop, as a multiple of its time on the machine of the budgets; at least 1."""
     return max(1.0, min(_loop_s() for _ in range(3)) / LOOP_S)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 def held(lock: Path, *, alone: bool) -> Iterator[None]:
     """Hold the card while no process holds it alone, or while none holds it at all.
 
-    Whoever waits for it alone waits for those that hold it, and for none that comes later: they queue at the gate.
+    A test that needs it alone waits for current holders, not for later ones, which queue at the gate.
     """
     with open(lock.with_suffix(".gate"), "w") as gate, open(lock, "w") as card:
         fcntl.flock(gate, fcntl.LOCK_EX)

@@ -56,7 +56,7 @@ class CompiledRunner:
     peak_bytes
         The most that a plan in force has taken since the last `check`.
     planned_bytes
-        Of each pool the same, launched steps included whose outcome nobody has.
+        The same per pool, including launched steps whose outcome was not read.
     """
 
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], /, **options: Any) -> None:
@@ -118,7 +118,7 @@ class CompiledRunner:
         return self.checked
 
     def admits(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> bool:
-        """What the model says, held to what plans say."""
+        """The model's figures, compared with the plans'."""
         try:
             self.check(sizes, more=more)
         except DoesNotFit:

@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Tests of a card share it, but for those that read what the whole card holds."""
+    """Tests of a card share it, except tests that read the whole card's memory."""
     if item.get_closest_marker("gpu") is None:
         return (yield)
     with card.held(Path(f"{_CACHE}-card"), alone=item.get_closest_marker("alone") is not None):
@@ -55,7 +55,7 @@ def new_process() -> Callable[[], None]:
 
 
 def _values(point: pytest.Function, together: int) -> set[tuple[str, ...]]:
-    """Values of a grid point by parameter, so many at a time; all of them, where there are no more."""
+    """Values of a grid point by parameter, in groups of a given size; all of them, if there are no more."""
     values = [f"{name}={value!r}" for name, value in sorted(point.callspec.params.items())]
     return set(combinations(values, min(together, len(values))))
 
@@ -114,7 +114,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def what_stays() -> Iterator[None]:
-    """What a file of tests leaves, templates and plans, is walked once: tests that call the collector took 20 s each."""
+    """A test file's leftover templates and plans are frozen once: tests that call the collector took 20 s each."""
     yield
     _let_stay()
 

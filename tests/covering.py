@@ -1,4 +1,4 @@
-"""Few of many: a greedy cover, for grids of which a run takes only so many points that every pair of settings is in one."""
+"""A greedy pairwise cover: grids run only as many points as put every pair of settings in one."""
 
 from __future__ import annotations
 

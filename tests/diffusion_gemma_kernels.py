@@ -1,4 +1,4 @@
-"""What the toy's own operators compute, on the CPU and in plain PyTorch: they allocate, as a newcomer's would."""
+"""The toy's own operators, on the CPU and in plain PyTorch: they allocate, as a newcomer's would."""
 
 from __future__ import annotations
 

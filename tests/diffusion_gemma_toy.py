@@ -31,7 +31,7 @@ DTYPE: Final = "bfloat16"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """What differs between the two kinds of layers."""
+    """The differences between the two kinds of layers."""
 
     heads: int
     kv_heads: int
@@ -214,7 +214,7 @@ def added(g: Graph, x: Buffer, y: Buffer, norm: str) -> None:
 
 
 def normed(g: Graph, x: Buffer, norm: str) -> Buffer:
-    """norm(x), in place of x, which nobody needs any more."""
+    """norm(x), in place of x, which is not read again."""
     y: Buffer = g.add_op("rms_norm", x, weight(g, norm, HIDDEN), name=f"{norm}_out", eps=EPS)
     g.add_alias(y, x)
     return y

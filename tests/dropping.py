@@ -131,7 +131,7 @@ class DroppingNetwork(Network):
         return [row for row, weight in enumerate(self.weights) if row == 0 or weight >= self.limit]
 
     def sees(self, key_len: int) -> int:
-        """How many keys the kept rows see."""
+        """The number of keys that the kept rows see."""
         return key_len
 
     def hidden(self, tokens: Tensor, start: int, kv: KV, key_len: int, positions: Tensor | None = None) -> Tensor:

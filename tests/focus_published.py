@@ -46,7 +46,7 @@ class Published(Generated):
         return self.tokens[wanted]
 
     def enter(self, start: int) -> None:
-        """What the scheduler knows of a block that begins."""
+        """The scheduler's facts about a new block."""
         self.start, self.of_block = start, list[int]()
         self.uncached, self.progress, self.decoded_sum, self.decoding_steps = [True] * self.size, -1, 0, 0
 
@@ -103,7 +103,7 @@ class Published(Generated):
         return dict(zip(places, self.logits(x), strict=True))
 
     def among_masks(self, places: list[int], q: Tensor, k: Tensor) -> dict[int, float]:
-        """What masked tokens get from each other: the largest of three scores side by side, its softmax, summed up."""
+        """The attention of masked tokens to each other: the largest of three adjacent scores, its softmax, summed."""
         open_ = [row for row, place in enumerate(places) if self.masked[place]]
         keys = k[open_].repeat_interleave(self.arch.attention.heads // self.arch.attention.kv_heads, 1)
         found = torch.einsum("anh,bnh->nab", q[open_], keys) * self.arch.attention.head_size**-0.5

@@ -27,7 +27,7 @@ FIRST_CUT = 1
 
 
 class StatedStep(NamedTuple):
-    """What a step of a block did, by positions."""
+    """The outcome of a step of a block, by position."""
 
     computed: list[int]
     kept: list[int]
@@ -198,7 +198,7 @@ class Generated:
         return self.turned(q, places), self.turned(k, places), v
 
     def fed_on(self, x: Tensor, y: Tensor, layer: int) -> Tensor:
-        """What a layer adds behind its attention `y`."""
+        """The part of a layer after its attention `y`."""
         x = x + y @ self.weight("output", layer).T
         return x + self.fed(layer, self.norm(x, self.weight("ffn_norm", layer)))
 

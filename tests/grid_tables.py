@@ -88,7 +88,7 @@ class Tables:
         return float(way.least[self.rung(config.choices)] + own + shared)
 
     def rung(self, choices: Choices) -> int:
-        """How much is escalated: the second choice is the finer one."""
+        """The degree of escalation: the second choice is the finer one."""
         return sum(o.index(c) * f for o, c, f in zip(self.choice_options[1:], choices[1:], (3, 1), strict=True))
 
     def fits(self, config: Config, budget: int, host: int) -> bool:
@@ -101,7 +101,7 @@ def round_up(size: int) -> int:
 
 
 class _Way:
-    """What one option of the plain choice draws."""
+    """The random draw of one option of the plain choice."""
 
     def __init__(self, rng: random.Random, *, apart: bool) -> None:
         knobs, rungs = range(3), range(6)

@@ -195,7 +195,7 @@ class _Tape:
 
 
 def unrolled(problem: Problem, copies: int, seed: int) -> Problem:
-    """Return a training step of so many copies in a row: forward parts one after another, backward parts in reverse.
+    """Return a training step of several copies in a row: forward parts one after another, backward parts in reverse.
 
     The turn is the time of the largest load. Sizes are shaken a little, so that no copy is the twin of another.
     """
@@ -215,7 +215,7 @@ def unrolled(problem: Problem, copies: int, seed: int) -> Problem:
 
 
 def staggered(problem: Problem, copies: int, seed: int) -> Problem:
-    """Return so many copies, each begun some way into the one before; sizes and times are shaken a little."""
+    """Return several copies, each begun some way into the one before; sizes and times are shaken a little."""
     draw = random.Random(seed)
     span = max(problem.ends) - min(problem.starts)
     stride, by = span * draw.uniform(0.2, 0.9), draw.choice((0.0, 0.1, 0.5))

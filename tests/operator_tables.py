@@ -1,4 +1,4 @@
-"""What the records of the shipped operators say, as tables for tests: scratch by operator, attention by step."""
+"""Tables for tests from the records of the shipped operators: scratch by operator, attention by step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def scratch_bytes(backend: str, name: str, specs: Mapping[str, Spec], attrs: Map
 
 
 def attention_options(backend: str, *, seqs: int, head_size: int, dtype: str, block: int = 0) -> tuple[str, ...]:
-    """Implementations of attention that serve a step of so many sequences; none where the backend has only one."""
+    """Implementations of attention for a step of this many sequences; none if the backend has only one."""
     record = operator("attention")
     specs = {"q": Spec((8, head_size), dtype), "cu_seqlens": Spec((seqs + 1,), "int32")}
     serving = record.serving(backend, specs, {"head_size": head_size, "block": block})

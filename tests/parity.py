@@ -27,7 +27,7 @@ from mosaic.runtime.compiled import CompiledModel, StepOutput
 from mosaic.runtime.steps import StepRequest
 
 BOUND = 1e-5
-"""Of the logits' scale: a few roundings of float32."""
+"""Tolerance by the logits' scale: a few roundings of float32."""
 HOST = "64MiB"
 Settings = dict[str, int | str | None]
 COMMIT = Phase(cache=KEPT, head=NO_HEAD)
@@ -105,7 +105,7 @@ class Case:
     # --- the grid -------------------------------------------------------------------------------------------------
 
     def request(self, phase: Phase, batch: Sequence[int]) -> Request:
-        """What a step of these sequences asks of the planner."""
+        """The planner's request for a step of these sequences."""
         lengths = tuple(len(self.window(i, phase)) for i in batch)
         rows = {} if not phase.head.decides else {"masked": sum(len(self.rows_of(i, phase)) for i in batch)}
         more = {"logit_rows": sum(lengths)} if phase.logits else {}

@@ -196,7 +196,7 @@ def launched(launch: Launch) -> Document:
 
 
 def moved_bytes(launch: Launch, document: Document, passes: int = 1) -> int:
-    """What a launch moves in so many iterations: of sliced operands each a part, of others all."""
+    """The bytes of a launch over several iterations: a part of sliced operands each, all of others."""
     written = [entry.partition(":")[0] for entry in launch.writes.split()]
     default = [*document["ops"][0]["operands"], *(name for name in written if f"{name}:" not in launch.writes)]
     total = 0

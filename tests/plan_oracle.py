@@ -1,4 +1,4 @@
-"""What the checker should say of a plan's memory, derived the long way round: one buffer, one op, one pair at a time.
+"""The checker's expected verdict on a plan's memory, derived naively: one buffer, one op, one pair at a time.
 
 Written from the rules in the docstring of `mosaic.planner.check`, with no thought for speed. Well-formed documents only.
 """
@@ -83,7 +83,7 @@ class Oracle:
         ]  # fmt: skip
 
     def statements(self) -> list[Reason]:
-        """What a safe plan says beyond memory, but for its launches."""
+        """The claims of a safe plan beyond memory, except its launches."""
         return [
             *self._config(), *self._dtype(), *self._dims(), *self._implementations(), *self._profile(), *self._formula(),
             *self._trace(),
@@ -347,7 +347,7 @@ class Oracle:
                 yield Reason("barrier-mismatch", text)
 
     def crossing(self, name: str) -> dict[str, set[int]]:
-        """What crosses a region's border, by the lists of its barrier."""
+        """The buffers that cross a region's border, by the lists of its barrier."""
         region = self.regions[name]
         first, last = region["start"], region["end"]
         listed = {b for b in self.ids if self.buffers[b]["pool"].split("/")[0] in ("workspace", "state", "carry")}
@@ -504,7 +504,7 @@ class Oracle:
         return max((self.buffers[m]["alias_offset"] + self.buffers[m]["size"] for m in self._members(b)), default=0)
 
     def size(self, b: int) -> int:
-        """What a buffer takes: each slot in whole units, and its aliases."""
+        """Bytes of a buffer: each slot in whole units, and its aliases."""
         unit, slots = int(self.buffers[b]["alignment"]), int(self.buffers[b]["rotate"])
         return max(slots * -(-self._slot_bytes(b) // unit), -(-self.covered(b) // unit)) * unit
 
@@ -724,7 +724,7 @@ class Oracle:
         return -(-self.reach(pool) // page) * page
 
     def _states(self) -> list[str]:
-        """Pools of states and carries, those that buffers are in and those that are listed."""
+        """Pools of states and carries: pools of buffers, and listed pools."""
         named = (*(row["pool"] for row in self.buffers), *(pool["name"] for pool in self.document["pools"]))
         return sorted(
             {name for name in named if name.startswith(("state/", "carry/")) and name not in ("state/", "carry/")}
@@ -808,7 +808,7 @@ class Oracle:
     # Values of alias groups.
 
     def stale(self) -> list[Reason]:
-        """What reads, overwrites or hands on a value that another member of its group has overwritten."""
+        """Reads, overwrites and hand-ons of a value that another member of its group has overwritten."""
         return [reason for root in self._roots() if self._members(root) for reason in _Group(self, root).reasons()]
 
     def launches(self) -> Iterator[tuple[int, dict[str, int]]]:
@@ -886,19 +886,31 @@ class Oracle:
     def _implementations(self) -> Iterator[Reason]:
         d = self.document
         chosen, backend = d["implementations"], d["backend"]
-        needs = "attention" if backend == "cuda" and any(op["kernel"] == "attention" for op in self.ops) else "none"
-        if [*chosen] != [needs] if needs != "none" else chosen:
-            names = ", ".join(sorted(chosen)) or "nothing"
-            yield Reason("implementation", f"chosen for {names}, on {backend} the graph needs {needs}")
+        special = {"attention": "cudnn", "kv_attention": "hopper", "prefix_attention": "hopper"}
+        needs = sorted(special.keys() & {op["kernel"] for op in self.ops}) if backend == "cuda" else []
+        if sorted(chosen) != needs:
+            names, wanted = ", ".join(sorted(chosen)) or "nothing", ", ".join(needs) or "none"
+            yield Reason("implementation", f"chosen for {names}, on {backend} the graph needs {wanted}")
         for kernel, name in chosen.items():
-            known = ("cudnn", "triton") if kernel == "attention" else ()
+            known = (special[kernel], "triton") if kernel in special else ()
             if name not in known:
                 text = f"{kernel} has no {name!r}; known: {', '.join(known) or 'none'}"
                 yield Reason("implementation", text)
-        illegal = [i for i, op in enumerate(self.ops) if op["kernel"] == "attention" and not self._suits_cudnn(op)]
-        if chosen.get("attention") == "cudnn" and illegal:
-            text = f"{self.label(illegal[0])}: cudnn takes one sequence without blocks, 16-bit floats and heads of 8, 16 … 128"
-            yield Reason("implementation", text, (), (illegal[0],))
+                continue
+            if name == "hopper" and d.get("capability", 0) != 90:
+                text = f"{kernel} by 'hopper' needs a card of compute capability 90, got {d.get('capability', 0)}"
+                yield Reason("implementation", text)
+            suits, takes = {
+                "cudnn": (self._suits_cudnn, "one sequence without blocks, 16-bit floats and heads of 8, 16 … 128"),
+                "hopper": (self._suits_hopper, "bfloat16 and heads of 64 or 128"),
+            }.get(name, (lambda op: True, ""))
+            illegal = [i for i, op in enumerate(self.ops) if op["kernel"] == kernel and not suits(op)]
+            if illegal:
+                yield Reason("implementation", f"{self.label(illegal[0])}: {name} takes {takes}", (), (illegal[0],))
+
+    def _suits_hopper(self, op: Row) -> bool:
+        q = op["operands"].get("q")
+        return op["attrs"].get("head_size") in (64, 128) and q is not None and self.buffers[q]["dtype"] == "bfloat16"
 
     def _suits_cudnn(self, op: Row) -> bool:
         attrs, operands = op["attrs"], op["operands"]

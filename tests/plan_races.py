@@ -1,4 +1,4 @@
-"""Unroll a plan into the launches of every iteration and find those that touch common bytes in no order.
+"""Unroll a plan into the launches of every iteration and find unordered launches that touch common bytes.
 
 The long way round, to hold the checker against: loops are walked, not reasoned about. Slices on the first axis only.
 """

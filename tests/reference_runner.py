@@ -163,7 +163,7 @@ class PlainSequence:
 
 @dataclass
 class PlainCanvas:
-    """The tokens of one request; those that were never written are no tokens."""
+    """The tokens of one request; unwritten positions hold no token."""
 
     tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     closed: bool = False
@@ -309,7 +309,7 @@ class ReferenceRunner:
 
 
 def rule(request: StepRequest, token: Tensor, score: Tensor, mask_id: int) -> Tensor:
-    """Which rows are committed, by the definitions of the contract `transfer`."""
+    """The committed rows by the definitions of the operator `transfer`."""
     rows = [i for i in range(len(score)) if int(request.current[i]) == mask_id]
     ranked = sorted(rows, key=lambda i: (-float(score[i]), i))
     threshold, top = torch.tensor(request.threshold), ranked[: request.quota]
@@ -337,7 +337,7 @@ def rule(request: StepRequest, token: Tensor, score: Tensor, mask_id: int) -> Te
 
 
 def factor_count(scores: list[float], factor: float) -> int:
-    """How many of the descending scores Fast-dLLM's factor rule takes."""
+    """The number of descending scores that Fast-dLLM's factor rule takes."""
     stop = len(scores) - 1
     for n, score in enumerate(scores, start=1):
         if score < (-1.0 if n == 1 else 1 - factor / (n + 1)):

@@ -121,7 +121,7 @@ def dims(tokens: int) -> dict[str, int]:
 
 
 class Exact:
-    """What configurations take at some dims, by sums over the buffers that are alive, op by op."""
+    """The bytes of configurations at some dims, by sums over the live buffers, op by op."""
 
     def __init__(self, point: Point) -> None:
         self.point, self.template = point, point.space.template

@@ -82,7 +82,7 @@ class Plain:
         return chosen is not None and chosen.exact_layers <= layer < LAYERS - chosen.exact_last
 
     def attended(self, layer: int, q: Tensor, kept: Tensor, start: int, mode: str) -> list[Tensor]:
-        """What each query head attends to."""
+        """The keys that each query head attends to."""
         heads = []
         for head in range(HEADS):
             k, v = kept[:, :, head // (HEADS // KV_HEADS)].unbind(1)
@@ -144,7 +144,7 @@ class Plain:
         return [*found, *range(len(bounds) * page, len(keys))]
 
     def generate(self, prompt: Tensor, gen_length: int, steps: int) -> Tensor:
-        """Greedy decoding with SDAR's static schedule: so many of the most confident masks a step."""
+        """Greedy decoding with SDAR's static schedule: a fixed number of the most confident masks per step."""
         self.prompt_len = len(prompt)
         length = -(-(len(prompt) + gen_length) // BLOCK) * BLOCK
         tokens = torch.cat([prompt, torch.full((length - len(prompt),), MASK)])

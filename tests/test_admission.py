@@ -53,7 +53,7 @@ def planned(plans: StepPlans, size: StepSize) -> bool:
 
 @contextmanager
 def making_no_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within the block nobody plans."""
+    """Planning inside the block raises."""
     with monkeypatch.context() as patch:
         patch.setattr(Planner, "plan", lambda *_, **__: pytest.fail("a plan was made"))
         yield
@@ -111,7 +111,7 @@ def test_what_fits_without_a_plan_is_what_fits_by_plan(
 
 
 def shared(requests: Sequence[Sequence[StepSize]]) -> dict[Any, Any]:
-    """What requests share by phase, by its definition: of each the most of a phase, one after another."""
+    """The steps that requests share by phase, by definition: each request's maximum of a phase, joined one by one."""
     found: dict[Any, Any] = {}
     for phase in {size.phase for largest in requests for size in largest}:
         own = [[size for size in largest if size.phase == phase] for largest in requests]

@@ -38,7 +38,7 @@ def settings(arguments: str) -> dict[str, str]:
 
 
 def taken(planner: Planner, request: Request, given: Mapping[str, str]) -> Plan:
-    """What the command line would plan with some options more."""
+    """The plan of the command line with some more options."""
     budget, host_budget = given.get("--budget"), given.get("--host-budget")
     other = planner.with_budgets(budget=budget, host_budget=host_budget)
     if "--device" in given:

@@ -45,7 +45,7 @@ class Told(Launched):
         return self._inner.results()
 
     def proceed(self) -> None:
-        """Of every other step, what it waits for has not arrived."""
+        """For every other step, its event has not arrived."""
         if self._number % 2:
             self._inner.proceed()
 
@@ -103,7 +103,7 @@ class Telling:
 
 @pytest.fixture(scope="module", params=["sdar", pytest.param("llada2", marks=pytest.mark.soak)])
 def model(request: pytest.FixtureRequest) -> Iterator[CompiledModel]:
-    """Of so few tokens that the mask token is often the most likely one."""
+    """A vocabulary so small that the mask token is often the most likely one."""
     config = {**FAMILIES[request.param], "vocab_size": 12, "mask_token_id": 11, "eos_token_id": 10, "pad_token_id": 9}
     with mosaic.compile(config, device="cpu", host_budget=0, debug="poison") as compiled:
         yield compiled
@@ -176,7 +176,7 @@ def test_a_step_is_launched_before_the_last_one_is_waited_for(model: CompiledMod
 
 
 def test_what_may_follow_is_prepared_while_a_step_runs(model: CompiledModel) -> None:
-    """Of one request every step but the first two, and few are launched before it is known that they are asked for."""
+    """Every step of one request but the first two is launched ahead, and few of them in vain."""
     rng, prepared = random.Random(4), 0
     for _ in range(4):
         prompt, way = a_prompt(rng), drawn(rng) | {"stop_at_eos": False, "ahead": None}
@@ -239,7 +239,7 @@ def test_doubt_is_the_share_of_steps_that_speak_against_what_is_likely(model: Co
 
 
 def test_few_doubtful_requests_do_not_keep_many_waiting(model: CompiledModel) -> None:
-    """Of 24 requests some end their blocks sooner than taken for, some later: the step that follows serves these too."""
+    """Some of 24 requests end their blocks sooner than predicted, some later: the next step serves them too."""
     rng, telling = random.Random(2), Telling(model)
     config = GenerationConfig(gen_length=40, steps=8, threshold=0.1, stop_at_eos=False)
     prompts = [a_prompt(rng) for _ in range(24)]
@@ -261,7 +261,7 @@ def test_few_doubtful_requests_do_not_keep_many_waiting(model: CompiledModel) ->
 
 
 def test_the_largest_steps_are_those_that_are_taken(model: CompiledModel) -> None:
-    """Of each phase the longest window, and no more rows to decide, for answers of one block and of several."""
+    """For each phase the longest window, and no more rows to decide, for answers of one block and of several."""
     rng, lengths = random.Random(5), set()
     ways = (SparseAttention(k=4, exact_layers=1, exact_steps=0.5), SparseAttention(k=4, exact_layers=1, every=5))
     for chosen in (None, *ways):
@@ -289,7 +289,7 @@ def test_the_largest_steps_are_those_that_are_taken(model: CompiledModel) -> Non
 
 
 def test_requests_at_different_steps_of_their_blocks_share_a_forward(model: CompiledModel) -> None:
-    """What one of them needs, where a block begins, serves those that are within theirs."""
+    """The needs of a request at the start of a block serve requests within a block."""
     telling, mixed = Telling(model), 0
     with Session(telling) as session:
         lives = [
@@ -349,7 +349,7 @@ def test_the_largest_steps_are_reached(model: CompiledModel) -> None:
 
 
 class Fault(Exception):
-    """What goes wrong once."""
+    """An error that is raised once."""
 
 
 class Faulty(Telling):
@@ -379,7 +379,7 @@ class Faulty(Telling):
 
 
 def test_what_goes_wrong_on_the_host_loses_no_decision(model: CompiledModel) -> None:
-    """The device has decided by then: whoever goes on gets what was decided, and nothing is decided twice."""
+    """The device has decided by then: a resumed request gets its decisions, and nothing is decided twice."""
     rng, faults = random.Random(1), 0
     for _ in range(6):
         ways: list[dict[str, Any]] = [{**drawn(rng), "temperature": 0.0} for _ in range(rng.randint(1, 3))]

@@ -649,7 +649,7 @@ def test_no_step_takes_less_than_its_parts() -> None:
 
 @pytest.mark.parametrize(("sizes", "steps"), [([0] * 9, 9), ([1, 1, 1, 0, 0, 1, *[0] * 99], 15), ([1] * 99, 20)])
 def test_steps_come_first_until_no_new_size_is_met(sizes: list[int], steps: int) -> None:
-    """As many as are timed, though no more than there is room for."""
+    """The number of timed requests, at most as many as there is room for."""
     ran, found = [], iter(sizes)
     assert eviction.warmed(lambda: ran.append(1), lambda: next(found), least=4, most=20, quiet=9) == len(ran) == steps
 
@@ -658,7 +658,7 @@ def test_steps_come_first_until_no_new_size_is_met(sizes: list[int], steps: int)
 def test_sessions_go_by_traces_and_are_timed_beside_whole_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What steps decide and keep is what the trace says, on average; the figures of the table are those of the points."""
+    """Steps decide and keep what the trace states, on average; the table's figures are those of the points."""
     tiny, trace = load({**block.with_block("sdar-8b", 16, 3).config, **SMALL}), traces.paper_trace("sdar", 16)
     masked, kept, decided = trace.mean
     shorten(monkeypatch)
@@ -768,13 +768,13 @@ def test_shifted_blocks_go_by_a_trace_though_one_step_more_commits_each(
     first, second, sparse_layer = evicted["keys"]
     begin = evicted["found"] / 16
     seen = first / (6 + begin)
-    often = 3 / evicted["steps"]  # so many blocks may begin in these steps more than end
+    often = 3 / evicted["steps"]  # blocks that may begin in the steps beyond those that end
     assert first == second
     assert sparse_layer == pytest.approx(2.5 * begin * seen + (6 - begin) * 8, abs=2.5 * often * seen)
 
 
 def test_ways_across_graphs_are_read_from_what_a_program_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those before one that fails; and without a compiler there is no program."""
+    """Results before a failing variant are kept; without a compiler there is no program."""
     program = tmp_path / "across"
     program.write_text(
         '#!/bin/sh\necho \'{"way": "read", "sizes": \'$3\', "kernels": \'$1\', "step_us": 1300.4, "gap_us": 9.26, \''

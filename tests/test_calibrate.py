@@ -139,7 +139,7 @@ class Card:
         made = Bench(
             title="NVIDIA Made-Up 1", device="cpu", backend="cuda", memory_bytes=24 << 30, cache_bytes=0,
             versions={"torch": "2", "triton": "3"}, timer=self, load=self.load, pinned=self.pinned,
-            free_bytes=lambda: self.free,
+            free_bytes=lambda: self.free, capability=89,
         )  # fmt: skip
         return replace(made, **changed)
 
@@ -165,6 +165,7 @@ def test_the_profile_holds_the_rates_of_the_card() -> None:
     made = calibrated(Card())
     device = made.device
     assert (device.name, device.estimated, device.backend, device.memory_bytes) == ("mine", False, "cuda", 24 << 30)
+    assert device.capability == 89
     assert device.launch_s == pytest.approx(LAUNCH_S) and made.eager_launch_s == pytest.approx(3 * LAUNCH_S)
     assert device.bandwidth == pytest.approx(BANDWIDTH)
     assert (made.link_to_device, made.link_to_host) == (pytest.approx(UP), pytest.approx(DOWN))
@@ -312,7 +313,7 @@ def test_the_sizes_cover_what_a_plan_asks_for() -> None:
 
 
 class FakeCuda:
-    """What the timer asks of `torch.cuda`, on a clock that calls move; a captured call moves it when it is replayed."""
+    """The timer's view of `torch.cuda`, on a clock that calls advance; a captured call advances it on replay."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.recorded = 0.0, None
@@ -397,13 +398,18 @@ def test_a_failed_capture_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_bench_is_the_first_card(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCuda(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    properties = SimpleNamespace(name="NVIDIA H200", L2_cache_size=1 << 20)
+    properties = SimpleNamespace(name="NVIDIA H200", L2_cache_size=1 << 20, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 << 30, 4 << 30))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
     monkeypatch.setattr(cuda_card, "warm_up", lambda: None)
     bench = cuda_card.cuda_bench(target_s=0.1)
-    assert (bench.title, bench.memory_bytes, bench.cache_bytes) == ("NVIDIA H200", 4 << 30, 1 << 20)
+    assert (bench.title, bench.memory_bytes, bench.cache_bytes, bench.capability) == (
+        "NVIDIA H200",
+        4 << 30,
+        1 << 20,
+        90,
+    )
     assert bench.free_bytes() == 3 << 30 and bench.holds(2 << 30) and not bench.holds(3 << 30)
     assert bench.versions["torch"] == torch.__version__ and "mosaic" in bench.versions
     assert bench.load("copy", None).module is load("copy", "cuda").module

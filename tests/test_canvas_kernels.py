@@ -26,7 +26,7 @@ else:
 
 
 def drawn(seed: int) -> tuple[list[int], list[int], list[int], list[int]]:
-    """A canvas with open positions, rows of which some are nobody's, tokens, and which are taken."""
+    """A canvas with open positions, rows (some outside of it), tokens, and the taken flags."""
     rng = random.Random(seed)
     size = rng.choice([1, 7, 300])
     canvas = [rng.choice([-1, rng.randrange(100)]) for _ in range(size)]

@@ -598,7 +598,7 @@ def test_gap_in_a_held_interval() -> None:
 
 
 def test_gap_on_the_way_round_a_loop() -> None:
-    """What the loop's start reads was written before the gap at its end, one iteration earlier."""
+    """The loop's start reads a value from before the gap at the end of the previous iteration."""
     ops = [
         op("first", [0], [1]),
         op("use", [1], [2], region="rows"),

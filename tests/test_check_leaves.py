@@ -20,7 +20,7 @@ Path = tuple[str | int, ...]
 LISTED = {  # what may be changed, and the claim that says so
     r"model|mosaic_version|phase": "model, mosaic_version, phase",
     r"(ops|buffers|barriers|regions)\.\*\.name|formula\.\*\.at|buffers\.\*\.tensor": "names, tensors",
-    r"device|estimated|device_memory_bytes|page_bytes|components\.(context|library)": "device's profile",
+    r"device|capability|estimated|device_memory_bytes|page_bytes|components\.(context|library)": "device's profile",
     r"predicted_step_ms|trace\.\*\.predicted_ms": "cost model",
     r"max_ctx_tokens": "max_ctx_tokens",
     r"solver|trace\.\*\..*": "the search's moves and configurations",

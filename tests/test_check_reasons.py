@@ -159,7 +159,7 @@ def test_an_op_whose_slices_do_not_fit_says_nothing_of_shapes() -> None:
 
 @pytest.mark.parametrize("kind", ["input", "carry", "host"])
 def test_values_that_are_there_from_the_start_are_lost_too(kind: str) -> None:
-    """What a step is handed is overwritten by an alias, and read after that."""
+    """A step's input is overwritten by an alias, and read after that."""
     document = EXAMPLES["alias_group"]()
     reshape(document, 1, kind=kind)
     document["ops"][0].update(writes=[], operands={"r0": 0})
@@ -470,7 +470,7 @@ def test_a_launch_says_what_it_computes_and_moves(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", BY_KERNEL)
 def test_a_launch_in_a_loop(kernel: str) -> None:
-    """What is sliced moves once, what is not in every iteration; some operators need all rows at once."""
+    """Sliced operands move once, others in every iteration; some operators need all rows at once."""
     launch = BY_KERNEL[kernel]
     if not launch.sliced:
         return

@@ -72,7 +72,7 @@ def test_valid_plans_are_safe_either_way() -> None:
 
 
 def mutants(per_mutation: int) -> Iterator[tuple[str, Document]]:
-    """Each mutation of a few examples; those that no parts can be taken from are of no use here."""
+    """Each mutation of a few examples; examples whose parts cannot be removed are skipped."""
     rng, builds = random.Random(7), list(EXAMPLES.values())
     for name, mutate in MUTATIONS.items():
         made = 0
@@ -148,7 +148,7 @@ def test_what_is_kept_of_records_serves_every_number() -> None:
 
 
 def test_records_and_violations_are_values() -> None:
-    """What a proof is kept for does not change under it; what is found can be told apart, and compared."""
+    """The key of a cached proof does not change; violations are distinct and comparable."""
     records = records_of(EXAMPLES["chain"]())
     with pytest.raises(FrozenInstanceError):
         records.ops = []  # type: ignore[misc]
@@ -277,7 +277,7 @@ STATEMENTS = {"config", "dtype", "dims", "context", "implementation", "mesh", "d
 
 
 def test_random_statements_are_judged_as_the_long_way_round_judges_them() -> None:
-    """Of configuration, dims, implementations, formula and search, on plans of the shipped step and others."""
+    """Mutations of configuration, dims, implementations, formula and search, on several plans."""
     seen: Counter[str] = Counter()
     builds = [*EXAMPLES.values(), *(EXAMPLES["step"],) * 20]
     for seed in range(900):

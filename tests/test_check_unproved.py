@@ -1,4 +1,4 @@
-"""What a verdict lists as unproved is what a file can change without being refused, and nothing that it cannot."""
+"""A verdict's unproved claims are exactly those that a file can change without being refused."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def op_with(document: Document, attribute: str) -> int:
         (("mosaic_version",), "9", "mosaic_version"),
         (("device",), "abacus", "device"),
         (("estimated",), True, "estimated"),
+        (("capability",), 1, "capability"),
         (("device_memory_bytes",), 1 << 50, "device_memory_bytes"),
         (("max_ctx_tokens",), 1 << 30, "max_ctx_tokens"),
         (("solver",), "magic", "solver"),
@@ -112,7 +113,7 @@ def test_the_list_depends_on_what_a_plan_has() -> None:
 
 COMMON = [
     "model, mosaic_version, phase, names, tensors (the graph is not compared with the model's)",
-    "device, estimated, device_memory_bytes, page_bytes, components.context, components.library (the device's profile)",
+    "device, capability, estimated, device_memory_bytes, page_bytes, components.context, components.library (the device's profile)",
     "predicted_step_ms and the trace's times (the cost model)",
 ]
 FITS, CONTEXT = "max_ctx_tokens, but that 5 tokens fit (planning again)", "max_ctx_tokens (planning again)"

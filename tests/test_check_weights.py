@@ -114,7 +114,7 @@ def name_of(row: Row) -> str:
 
 
 def wrong_places(document: Document, weights: WeightMap) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What the rules say, one buffer and one weight at a time."""
+    """The rules, applied to one buffer and one weight at a time."""
     for b, row in enumerate(document["buffers"]):
         said, name = f"buffer {b} '{row['name']}'", name_of(row)
         pool, start, size = row["pool"], row["offset"], row["size"]

@@ -548,7 +548,7 @@ def saved(tmp_path: Path, config: Mapping[str, Any], **more: Tensor) -> dict[str
 
 
 def refusal(path: Path) -> str:
-    """What both planning by headers and loading say."""
+    """The error of both planning by headers and loading."""
     with pytest.raises(CheckpointError) as loading, mosaic.compile(path):
         pass
     with pytest.raises(CheckpointError) as planning:

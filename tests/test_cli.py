@@ -23,7 +23,7 @@ from mosaic.models.policies.registry import attention_policy
 
 
 class Outcome:
-    """What one run left behind."""
+    """The output of one run."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.out, self.err = code, out, err
@@ -36,7 +36,7 @@ class Outcome:
 def runner(
     name: str, main: Callable[[], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Outcome]:
-    """What runs a command line in this process."""
+    """A function that runs a command line in this process."""
 
     def run(*arguments: str) -> Outcome:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
@@ -92,7 +92,7 @@ def test_plan_shows_a_step_that_selects_again(mosaic: Any) -> None:
 
 @pytest.mark.soak
 def test_plan_sets_steps_that_reuse_beside_the_exact_one(mosaic: Any) -> None:
-    """They read no prefix; what is kept of it is in the plan, of all layers or of those that are exact beside sparse ones."""
+    """They read no prefix; outputs over it are in the plan, for all layers or for exact ones beside sparse layers."""
     ask = ("plan", "--model", "sdar-8b", "--ctx", "128k", "--device", "h200", "--attention")
     shown = mosaic(*ask, "flashblock:reuse_steps=2")
     assert (

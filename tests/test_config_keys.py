@@ -135,7 +135,7 @@ ISSUE: list[tuple[str, dict[str, Any]]] = [
 def test_what_changes_the_mathematics_is_refused_by_name(family: str, change: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModel) as caught:
         load(TINY[family] | change)
-    named = "dims of a head turn" if change == {"partial_rotary_factor": 0.2} else f"'{next(iter(change))}'"
+    named = "dims of a head are rotated" if change == {"partial_rotary_factor": 0.2} else f"'{next(iter(change))}'"
     assert named in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -187,7 +187,7 @@ def test_a_value_that_cannot_be_is_refused_by_name(family: str, key: str, value:
         ("dream", {"num_attention_heads": 5}, "'hidden_size' is 32, which 5 'num_attention_heads' do not divide"),
         ("dream", {"num_key_value_heads": 3}, "2 heads do not divide into 3 key-value heads"),
         ("dream", {"num_key_value_heads": 4}, "2 heads do not divide into 4 key-value heads"),
-        ("dream", {"head_dim": 15}, "15 of the 15 dims of a head turn; they turn in pairs"),
+        ("dream", {"head_dim": 15}, "15 of the 15 dims of a head are rotated; they come in pairs"),
         ("llada", {"n_layers": 0}, "'n_layers' must be a positive integer, got 0"),
         ("llada", {"n_layers": 10**9}, "1000000000 layers are no model's"),
         ("sdar", {"hidden_size": 1 << 30, "intermediate_size": 1 << 30}, "layers with .* parameters are no model's"),

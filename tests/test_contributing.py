@@ -95,7 +95,7 @@ assert answer.solver == "greedy_by_length" and not validate(problem, answer)
 
 
 def examples() -> Iterator[tuple[str, str, str]]:
-    """What the walks write: the kind (a file, or lines that change in one), the file, and the text."""
+    """The output of the walks: the kind (a file, or changed lines in one), the file, and the text."""
     for kind, block, file in BLOCK.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")):
         yield kind, file, dedent(block).split("\n", 1)[1]
 
@@ -109,7 +109,7 @@ def changed(text: str, diff: str) -> str:
 
 
 def hunks(diff: str) -> Iterator[tuple[str, str]]:
-    """The lines that are there, and those that replace them, of each change."""
+    """The old and new lines of each change."""
     runs = [(added, list(lines)) for added, lines in groupby(diff.splitlines(), lambda line: line[0] == "+")]
     for (_, before), (_, after) in zip(runs[::2], runs[1::2], strict=True):
         stay = [line[1:] for line in before if line[0] == " "]

@@ -421,7 +421,7 @@ def test_a_second_graph_that_runs_later_needs_no_first_one(
 
 @pytest.mark.parametrize("guess", [True, False])
 def test_more_rows_than_there_is_a_size_for_are_an_error(model: CompiledModel, guess: bool) -> None:
-    """Whoever asks for the outcome is told; nobody else is, and the next steps run."""
+    """Reading the outcome raises; other calls do not, and the next steps run."""
     rng = random.Random(1)
     phase = replace(CUT, cut=Dropping(sizes=(2, 8), guesses=guess))
     one, request = few_and_all(model, rng, phase)

@@ -38,13 +38,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fast-dllm-v2": {"model_type": "Fast_dLLM_Qwen", "bd_size": 8, **_SIZES, **_TOKENS},
 }  # fmt: skip
 FAMILY = {"llada": "llada", "dream": "dream", "fast-dllm-v2": "fast-dllm-v2"}
-"""Of the models that the algorithms run on; the others run on `sdar`'s."""
+"""The model of each algorithm; the others run on `sdar`'s."""
 
 RUNNERS: dict[str, Callable[[dict[str, Any], dict[str, Tensor]], Any]] = {
     "reference": lambda config, tensors: ReferenceRunner(Network(models.load(config).architecture, tensors)),
     "compiled": lambda config, tensors: CompiledRunner(config, tensors, debug="poison"),
 }
-"""How to make a runner of a config.json and tensors by checkpoint name."""
+"""Makes a runner from a config.json and tensors by checkpoint name."""
 
 
 @dataclass
@@ -113,7 +113,7 @@ def key_of(seed: int, request: int, step: int, position: int) -> Tensor:
 
 @dataclass
 class Draw:
-    """How a token is drawn and what it is worth, one row at a time."""
+    """The sampled token and its score, one row at a time."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -551,7 +551,7 @@ def test_batches_of_other_lengths_give_the_same_tokens_as_alone(make: Make, way:
 @pytest.mark.grid(together=1)
 @pytest.mark.parametrize("seed", [1, 6])
 def test_generation_stops_at_the_end_of_the_text(make: Make, way: tuple[str, dict[str, Any]], seed: int) -> None:
-    """What comes before is the same as without; every token of an answer is tried as the one that ends it."""
+    """Tokens before the end are the same as without it; every token of an answer is tried as the ending one."""
     family, options = way
     case, prompt = make(family, seed), prompt_of(9)
     (whole,) = case.generate([prompt], **options)
@@ -606,7 +606,7 @@ def test_a_model_that_predicts_the_mask_comes_to_an_end(make: Make, way: tuple[s
 
 @pytest.mark.parametrize("seed", range(4))
 def test_edits_end_where_the_mask_is_the_surest_token(seed: int) -> None:
-    """What was decided as the mask looks like a mask to the next step, and once took the place of all others for ever."""
+    """A position decided as the mask looks open to the next step, and once blocked all others for ever."""
     arch = models.load(CONFIGS["sdar"]).architecture
     runner = ReferenceRunner(Network(arch, random_tensors(arch, seed)))
     most = 5 * (
@@ -737,7 +737,7 @@ class Recorder:
 
 
 class Plain:
-    """As those of transformers: no drafts."""
+    """Like transformers' streamers: no drafts."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []

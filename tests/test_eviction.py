@@ -125,7 +125,7 @@ class Recorder:
         return self.model.pays(size)
 
     def of_requests(self) -> list[list[StatedStep]]:
-        """What the steps of each request did in its blocks, in the order of their first ones."""
+        """The steps of each request in its blocks, in the order of their first ones."""
         found: dict[int, list[StatedStep]] = {}
         for asked, results in self.steps:
             for request, result in zip(asked, results, strict=True):
@@ -274,7 +274,7 @@ def test_generation_of_the_trained_model_is_that_of_the_paper_in_float64(way: st
 
 @pytest.fixture(scope="module")
 def shifted() -> Iterator[CompiledRunner]:
-    """Of Fast-dLLM v2: a token's row predicts the next one."""
+    """Fast-dLLM v2: a token's row predicts the next one."""
     config = {**CONFIGS["fast-dllm-v2"], "num_hidden_layers": 4}
     found = CompiledRunner(config, random_tensors(load(config).architecture, 3), debug="poison")
     yield found
@@ -448,7 +448,7 @@ def test_generation_of_llada2_is_that_of_the_paper_in_float64(
 
 
 def done_in(request: StepRequest, result: StepResult, block: int) -> StatedStep:
-    """What a step did in its block."""
+    """The outcome of a step in its block."""
     places = positions_of(request)
     open_ = places[request.rows]
     dropped = open_[~result.values.get("kept", torch.ones(len(open_), dtype=torch.bool))]
@@ -584,7 +584,7 @@ class Rows:
 
 @dataclass
 class Truth:
-    """What is true of one request, known from outcomes alone; nothing but the rules of section 4.3 says what is computed."""
+    """The state of one request, from outcomes alone; the rules of section 4.3 give the computed tokens."""
 
     config: GenerationConfig
     tokens: list[int]
@@ -772,7 +772,7 @@ def test_models_whose_tokens_cannot_be_evicted_are_refused(config: Any, message:
 
 def test_rows_that_are_chosen_before_a_step_are_not_evicted() -> None:
     config = GenerationConfig(eviction="focus", cache="dual", remasking="random", algorithm="llada", gen_length=8)
-    with pytest.raises(UsageError, match="eviction: 'random' chooses the rows of a step before it runs"):
+    with pytest.raises(UsageError, match="eviction: 'random' chooses rows before a step runs"):
         resolve(config, load("llada-8b").architecture)
 
 

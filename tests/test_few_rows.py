@@ -1,4 +1,4 @@
-"""What small steps do at once: norm and projections, rotation and store, split products. Kernels against float64, and steps.
+"""The fused kernels of small steps: norm and projections, rotation and store, split products, against float64.
 
 On the CPU and in Triton alike; what a row comes to depends on no other row, nor on what was launched before.
 """
@@ -52,7 +52,7 @@ Bounds = dict[str, tuple[Tensor, Tensor]]
 
 
 def launched(case: Case, backend: str, **more: Any) -> dict[str, Tensor]:
-    """What a launch writes and updates."""
+    """The writes and updates of a launch."""
     if backend == "cuda":
         return run(case, DEVICE, **more)
     case.launch()
@@ -73,7 +73,7 @@ def normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
 
 
 def product_error(h: Tensor, weight: Tensor, dtype: torch.dtype, magnitude: Tensor | float = 0.0) -> Tensor:
-    """Of h @ weight.T with h rounded to the dtype, and its norm in the compute dtype."""
+    """Tolerance of h @ weight.T with h rounded to the dtype, and its norm in the compute dtype."""
     sums = h.abs() @ weight.double().abs().T
     return 1.01 * unit(dtype) * sums + gamma(3 * h.shape[1] + 20, dtype) * (sums + magnitude)
 
@@ -308,7 +308,7 @@ def planned(model: str, device: str, rows: int, products: str | None = None) -> 
     ["h200", pytest.param("rtx-4090", marks=pytest.mark.soak), pytest.param("a100-80g", marks=pytest.mark.soak), "cpu"],
 )
 def test_the_planner_chooses_by_rows(device: str) -> None:
-    """On GPUs small steps at once and large ones apart, as ever; on the CPU all apart."""
+    """On GPUs small steps are fused and large ones are not; on the CPU none is."""
     for rows in (1, 32, 64, 128, 512):
         plan = planned("sdar-8b", device, rows)
         few = rows <= 64 and device != "cpu"

@@ -242,7 +242,7 @@ class Live:
 )
 def test_steps_keep_and_decide_what_the_equations_say(model: CompiledModel, name: str, delay: str) -> None:
     """Under poison; requests at different progress share steps, packed at random, until all are done; with all tokens of a block
-    computed in each step, and with those that are settled left out."""
+    computed in each step, and with the settled ones left out."""
     eviction = READINGS[name]
     rng = random.Random(name)
     phase, kept, asked_for = phase_of(eviction), 0, 0
@@ -302,10 +302,10 @@ AT_8 = BlockProgress(start=8, masked=(0,), processed=0, step=0, decoded=None)
 
 
 @pytest.mark.parametrize(("values", "window", "message"), [
-    ({}, (0, 8), "says how far it is"), ({"block": 3}, (0, 8), "says how far it is"),
+    ({}, (0, 8), "needs its progress"), ({"block": 3}, (0, 8), "needs its progress"),
     ({"block": AT_8}, (0, 8), r"which is \[8, 16\), and has its masked positions \[8\]; got \[0, 1"),
     ({"block": replace(AT_8, start=0)}, (0, 16), "got .* 15]"), ({"block": replace(AT_8, masked=(0, 1, 7))}, (8, 15), "got .* 14]"),
-    ({"block": AT_8}, (8, 16), r"masks \[8\] stand before tokens that are decided.*first_step='whole'"),
+    ({"block": AT_8}, (8, 16), r"masks \[8\] stand before decided tokens.*first_step='whole'"),
     ({"block": replace(AT_8, ranks=(0.5,) * 8)}, (8, 16), r"rank='random' takes a number .* 8 positions, others none; got 8"),
 ])  # fmt: skip
 def test_a_request_that_does_not_say_how_far_it_is_is_refused(

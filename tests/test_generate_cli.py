@@ -416,7 +416,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_rotary_scaling_takes_a_prompt_beyond_the_trained_context(run: Any, checkpoint: Path) -> None:
-    """As the refusal says; with a cache too."""
+    """The refusal's context fits; with a cache too."""
     with mosaic.compile(CONFIG | {"max_sequence_length": 48}) as model:
         model.save(checkpoint)
     ask = ("--model", str(checkpoint), "--prompt", "a" * 60, "--gen-length", "8", "--json", "--algorithm", "fast-dllm",
@@ -467,7 +467,7 @@ def test_a_hopeless_run_is_told_before_it_starts(fake: FakeModel, run: Any, monk
     monkeypatch.setattr("mosaic.cli.outlook.available_bytes", lambda: 8 << 30)
     ran = run("--model", "llada-8b", "--device", "cpu", "--prompt", "hi", "--gen-length", "128", "--steps", "64")
     noise, memory, time, *_ = ran.err.splitlines()
-    assert "what it writes is noise" in noise
+    assert "the output is noise" in noise
     assert re.search(r"takes 1\d\.\d\d GiB on cpu, and this machine has 8\.00 GiB to give", memory)
     assert re.search(r"up to 64 steps of .* s, .* (min|h).* in all, by an estimated profile; Ctrl-C", time)
     monkeypatch.setattr("mosaic.cli.outlook.available_bytes", lambda: 64 << 30)

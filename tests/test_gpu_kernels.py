@@ -190,7 +190,7 @@ def cudnn_operands(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]
 
 
 def around(view: torch.Tensor) -> torch.Tensor:
-    """What lies beside the rows of a view, as integers."""
+    """The bytes beside the rows of a view, as integers."""
     wide = view.as_strided((view.shape[0], view.stride(0)), view.stride(), 0)
     return torch.cat([wide[:, :8], wide[:, 8 + view.shape[1] :]], dim=1).view(torch.int16).clone()
 

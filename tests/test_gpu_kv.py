@@ -14,7 +14,7 @@ if importlib.util.find_spec("triton") is None:
 
 from test_kernels import BF16, F32, Case, assert_within, name_of, randn
 from test_kv import FEW, check_bits, check_in_triton, kv_case, softmax_rows, tables, triton_bound
-from test_triton_kernels import INTERPRETED, moved, scratch_for
+from test_triton_kernels import INTERPRETED, moved, on_card, scratch_for
 
 from mosaic.kernels import load
 from mosaic.kernels.binding import kernel_of
@@ -56,7 +56,8 @@ def test_results_do_not_depend_on_the_batch_around_a_sequence(heads: int, kv_hea
             keys = tokens + rng.choice((0, rng.randint(1, 3_000)))
             windows.append((tokens, keys, keys - tokens))
         together = kv_case(windows, heads, kv_heads, 128, dtype)
-        launch = kernel_of(operator("kv_attention").implementation("cuda", "invariant"))
+        way = "hopper_invariant" if on_card(together).way.name == "hopper" else "invariant"
+        launch = kernel_of(operator("kv_attention").implementation("cuda", way))
         given = {name: moved(t, "cuda") for name, t in together.operands.items()}
         scratch, whole = scratch_for(together, "cuda"), torch.empty_like(given["q"])
         launch(**given, **together.attrs, y=whole, scratch=scratch)
@@ -80,13 +81,10 @@ def test_segments_are_the_same_bits_in_one_program_and_in_many(size: int) -> Non
 
 
 def test_whole_lines_in_bfloat16_have_the_kernel_for_hopper() -> None:
-    from mosaic.kernels.cuda.kv_attention import has_ring
-    from mosaic.kernels.cuda.kv_attention_hopper import GLUON
-
-    hopper = torch.cuda.get_device_capability()[0] == 9
-    kv = torch.zeros(64, 4 * 128, dtype=BF16, device="cuda")
-    assert [has_ring(kv, size) for size in (64, 128, 32)] == [hopper and GLUON, hopper and GLUON, False]
-    assert not has_ring(kv.float(), 128) and not has_ring(kv[:, ::2], 64)
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    for size, dtype, whole in ((64, BF16, True), (128, BF16, True), (32, BF16, False), (128, F32, False)):
+        case = kv_case([(32, 300, 268)], 8, 2, size, dtype)
+        assert (on_card(case).way.name == "hopper") == (hopper and whole)
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -101,7 +99,7 @@ def test_a_launch_allocates_nothing(name: str) -> None:
 
     def launch() -> None:
         load("kv_store", "cuda").launch(**store, layer=0)
-        load("kv_attention", "cuda").launch(**given, **case.attrs, scratch=scratch)
+        on_card(case).launch(**given, **case.attrs, scratch=scratch)
 
     launch()  # compiles
     torch.cuda.synchronize()
@@ -123,7 +121,7 @@ def test_a_captured_launch_serves_other_lengths() -> None:
     y, scratch = torch.zeros(32, 8 * 64, dtype=BF16, device="cuda"), scratch_for(first, "cuda")
 
     def launch() -> None:
-        load("kv_attention", "cuda").launch(**given, **first.attrs, y=y, scratch=scratch)
+        on_card(first).launch(**given, **first.attrs, y=y, scratch=scratch)
 
     launch()
     torch.cuda.synchronize()
@@ -164,7 +162,5 @@ def test_rows_beyond_two_to_the_31_elements() -> None:
     expected, _ = softmax_rows(case)
     given = {name: t.cuda() for name, t in operands.items()} | {"kv": kv, **where}
     y = torch.empty(3, size, dtype=BF16, device="cuda")
-    load("kv_attention", "cuda").launch(
-        **given, **attrs | {"layer": layers - 1}, y=y, scratch=scratch_for(case, "cuda")
-    )
+    on_card(case).launch(**given, **attrs | {"layer": layers - 1}, y=y, scratch=scratch_for(case, "cuda"))
     assert_within(y.cpu(), expected, triton_bound(case, expected))

@@ -17,7 +17,7 @@ if importlib.util.find_spec("triton") is None:
 from test_kernels import BF16, F32, Case, assert_within, name_of, unit
 from test_kv import kv_case, softmax_rows, triton_bound
 from test_prefix_reuse_kernels import stated_sums, summed
-from test_triton_kernels import INTERPRETED, moved, scratch_for
+from test_triton_kernels import INTERPRETED, moved, on_card, scratch_for
 from torch import Tensor
 
 from mosaic.kernels import load
@@ -67,7 +67,7 @@ class Chain:
 
     def refresh(self) -> Tensor:
         part, joined = self.part, self.joined
-        load("prefix_attention", "cuda").launch(**part.operands, **part.outputs, **part.attrs, scratch=self.scratch)
+        on_card(part).launch(**part.operands, **part.outputs, **part.attrs, scratch=self.scratch)
         y = joined.outputs["y"]
         load("joined_attention", "cuda").launch(**joined.operands, **self.fresh, **self.attrs, y=y)
         return y

@@ -60,7 +60,7 @@ class Device:
 
 
 class Graph:
-    """Takes memory of a device with its first launch, until nobody has it any more."""
+    """Takes memory of a device with its first launch, until it is garbage."""
 
     def __init__(self, device: Device, units: int) -> None:
         self._device, self._units, self._launched = device, units, False
@@ -317,7 +317,7 @@ def test_rows_of_nobody_give_way_to_graphs_and_to_plans_before_graphs_do() -> No
 
 
 def test_each_step_begins_once_and_reports_what_graphs_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a cut step too: its prefix is in use until the next step. What earlier steps launched gives way."""
+    """Of a cut step too: its prefix is in use until the next step. Graphs of earlier steps are dropped."""
     device, made, begun = Device(), [], []
 
     class Watched(GraphMemory):

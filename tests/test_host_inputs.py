@@ -108,7 +108,7 @@ def test_numbers_that_are_there_are_not_written_again(monkeypatch: pytest.Monkey
 
 
 def test_numbers_whose_writing_was_interrupted_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether they are those that the image had before, or others, of which a part may be there."""
+    """Whether the values are those of the last image, or others, some of which may be equal."""
     queue, memory = Queue(), torch.zeros(50_000, dtype=torch.uint8)
     inputs = HostInputs({"ids": views_of(memory)["ids"]}, queue)
     before, values = {"ids": Numbers((range(ROWS),), "int64")}, {"ids": Numbers((5, 6), "int64")}

@@ -15,7 +15,7 @@ HELD = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIG
 
 
 class Struck(BaseException):
-    """What the handlers raise here."""
+    """The exception of the handlers."""
 
 
 @pytest.fixture(autouse=True)

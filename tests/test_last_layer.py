@@ -58,7 +58,7 @@ def test_hidden_states_of_all_tokens_are_there_for_parts_that_say_so() -> None:
     model = mosaic.models.load(next(iter(CONFIGS.values())))
     fill = Phase(cache=KEPT, head=NO_HEAD, others=(Echo(True),))
     assert not useless_ops(model.graph(phase=fill))
-    with pytest.raises(GraphError, match="let the part that reads them say `reads_hidden`"):
+    with pytest.raises(GraphError, match="set `reads_hidden` on the part that reads them"):
         model.graph(phase=Phase(cache=KEPT, head=NO_HEAD, others=(Echo(False),)))
 
 

@@ -1,4 +1,4 @@
-"""Who may know whom: the planner half never imports torch, and imports run downward only."""
+"""The layers: the planner half never imports torch, and imports run downward only."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def defined_in(nodes: Sequence[ast.AST]) -> set[str]:
 
 
 def private_members(code: str) -> Iterator[str]:
-    """What a test's code names of others that begins with one underscore, as `line: name`.
+    """The private names of other modules that a test's code uses, as `line: name`.
 
     Members of `self` and `cls`, of classes that the file defines, and of the standard library are its own business:
     a name that is imported from elsewhere than Mosaic is not followed.

@@ -152,7 +152,7 @@ def test_an_input_of_the_inner_region_lives_to_its_end() -> None:
     assert [s.alive(*active)["h"] for active in ((), ("outer",), ("inner",), ("outer", "inner"))] == [
         (0, 2), (0, 2), (0, 3), (0, 3),
     ]  # fmt: skip
-    assert s.derive("inner").homes[h.id] is None, "a dissolved region is nobody's home"
+    assert s.derive("inner").homes[h.id] is None, "a dissolved region is no home"
     assert s.derive("outer").homes[h.id] == 0
 
 

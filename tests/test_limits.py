@@ -185,7 +185,7 @@ class Packings:
         monkeypatch.setattr(limits, "replayed", self.replayed)
 
     def missed(self, config: Config) -> list[int]:
-        """Of the portfolio, the quick one, two replayed ones and one that is worse than all."""
+        """The placements of the portfolio, the quick solver, two replays, and one that is worse than all."""
         if config not in self.known:
             others = [self.rng.choice(self.misses) for _ in range(4)]
             self.known[config] = [min(others), *others[1:], max(others) + self.rng.choice(self.misses)]

@@ -18,7 +18,7 @@ from mosaic.planner.offsets.online import first_fit
 
 
 class Definition:
-    """What is in, what is out, and what each block weighs; every offset is tried."""
+    """Placed blocks, ejected blocks, and each block's weight; every offset is tried."""
 
     def __init__(self, blocks: Blocks, offsets: list[int]) -> None:
         self.blocks, self.out, self.target = blocks, list[int](), 0
@@ -119,7 +119,7 @@ def test_blocks_are_put_back_and_thrown_out_as_defined(seed: int) -> None:
 
 
 def test_small_blocks_come_last() -> None:
-    """Those of 2 bytes load 20 bytes at most, a five-hundredth of 10,000; with those of 3 bytes it would be more."""
+    """Blocks of 2 bytes load at most 20 bytes, a five-hundredth of 10,000; with blocks of 3 bytes it would be more."""
     for largest, out in ((10_000, 11), (9_999, 0)):
         sizes = [largest, 2, 2, 3, *[2] * 9, 4]
         starts = [0, 1, 2, 2, *[2] * 9, 5]

@@ -1,4 +1,4 @@
-"""Which solver is asked, for how long, and what becomes of its answer: with solvers that say what the test has them say.
+"""Which solver runs, for how long, and how its answer is used: with scripted solvers.
 
 Every problem here is one block as large as the bound and one that lies alone in time, at any offset: an answer of every
 peak can be had.
@@ -51,7 +51,7 @@ def placed(blocks: Blocks, peak: int) -> list[int]:
 
 @dataclass
 class Rig:
-    """What solvers answer, and what they were asked."""
+    """The solvers' answers and their calls."""
 
     peaks: dict[str, int] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)

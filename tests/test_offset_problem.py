@@ -1,4 +1,4 @@
-"""What a problem may be, to the byte, and what a validator says about an answer, sentence by sentence."""
+"""The limits of a problem, to the byte, and a validator's sentences about an answer."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def faults(problem: Problem, offsets: list[int]) -> list[str]:
 
 
 def solved(problem: Problem) -> list[int]:
-    """Place groups one above the other; those that are pinned lie where they are pinned."""
+    """Place groups one above the other; pinned groups lie at their pins."""
     high = max((group.pin + group.size for group in groups(problem) if group.pin is not None), default=0)
     at = {}
     for group in groups(problem):
@@ -276,7 +276,7 @@ def test_a_validator_says_all_that_is_wrong() -> None:
 
 
 def assert_guard(fault: str | None, expected: list[str], rest: list[str]) -> None:
-    """What a guard says is among what the validator says; it says something where there is something to say."""
+    """A guard's fault is one of the validator's, and it reports one whenever the validator does."""
     assert (fault is None) == (not expected and not rest)
     if fault is not None and not CLASH.match(fault) and "into buffer" not in fault:
         assert fault in expected

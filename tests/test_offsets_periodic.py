@@ -181,7 +181,7 @@ def test_the_solver_answers_validly(seed: int) -> None:
 
 @pytest.mark.parametrize("repeats", [6, 9, 12])
 def test_folding_asks_for_no_more_than_the_whole_does(repeats: int) -> None:
-    """What comes before and after is as large as the largest live set, and stays where it is in time."""
+    """Buffers before and after are as large as the largest live set, and keep their times."""
     window = [(3, 0, 2), (5, 1, 4), (2, 1, 3), (4, 3, 6), (6, 4, 6), (3, 2, 5), (2, 5, 7)]
     body = [row for k in range(repeats) for row in shifted(window, 3 + 6 * k)]
     bound = lower_bound(problem_of(body))

@@ -42,7 +42,7 @@ def request_of(ids: Tensor) -> StepRequest:
 
 
 def test_a_step_counts_the_rows_that_others_hold(model: CompiledModel, ids: Tensor) -> None:
-    """Grown, shrunk and closed at random: plan, call, step and memory say the same, and the results are as ever."""
+    """Grown, shrunk and closed at random: plan, call, step and memory agree, and the results are unchanged."""
     expected, source, highest = model(ids).clone(), random.Random(3), 0
     opened = [model.open_sequence() for _ in range(4)]
     for turn in range(12):

@@ -60,7 +60,7 @@ def build(g: Graph, rule: Operator = NUMBERED) -> None:
 
 
 def ran(plan: Any, **more: Any) -> tuple[Tensor, Tensor]:
-    """What a poisoned step of a plan gives, and what it should."""
+    """The actual and expected results of a poisoned step of a plan."""
     document = getattr(plan, "document", plan)
     generator = torch.Generator().manual_seed(3)
     with Workspace() as workspace:

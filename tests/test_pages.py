@@ -35,7 +35,7 @@ UNREAD = 1 << 40  # no row has this number
 
 
 def paged(rng: random.Random, counts: list[int], slots: int, width: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Rows of a state for the pages of each sequence, in any order; entries behind the last are nobody's."""
+    """Rows of a state for the pages of each sequence, in any order; entries after the last belong to none."""
     total = sum(counts)
     rows = rng.sample(range(total + 3), total)
     keys = torch.randn(total + 3, slots, 2, width, generator=torch.Generator().manual_seed(total)).sort(2).values
@@ -89,7 +89,7 @@ OF_ROWS: dict[str, Callable[[Tensor], Tensor]] = {"mean": torch.mean, "max": tor
 
 
 def bounds_case(seed: int, dtype: torch.dtype, statistic: str = "mean", most: int = 60, rows: int = 0) -> Case:
-    """Sequences of 0 to `most` pages and 0 to 9 rows, of which some vote; columns of `bound` that are nobody's."""
+    """Sequences of 0 to `most` pages and 0 to 9 rows, some of which vote; some columns of `bound` belong to none."""
     rng = random.Random(seed)
     group, kv_heads = GROUPS[seed % len(GROUPS)]
     size = rng.choice([4, 5, 16])

@@ -50,7 +50,7 @@ def test_forms_are_the_undominated_live_sets_where_they_first_occur(seed: int, t
 
 
 def members_alive(point: Point, config: Config) -> list[tuple[int, ...]]:
-    """How many roots of every size class are alive at each op."""
+    """The number of live roots of every size class at each op."""
     variant = point.space.variant(config)
     life, found = variant.life, variant.formula
     counts = []
@@ -120,7 +120,7 @@ LINEAR = 8
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_sum_is_printed_if_and_only_if_no_other_is_as_large_for_all_dims(seed: int) -> None:
-    """Of sums that are linear in the dims; held at 1 and along every direction in which dims may grow."""
+    """For sums that are linear in the dims; compared at 1 and along every direction in which dims may grow."""
     rng, linear = random.Random(seed), seed % 4 != 0
 
     def build(choices: Mapping[str, str] | None) -> Graph:

@@ -1,4 +1,4 @@
-"""What the checker accepts has no race, by unrolling every iteration of every loop; side ops moved about at random."""
+"""Plans that the checker accepts have no race, by unrolling every iteration of every loop; side ops moved about at random."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_examples_have_no_race(name: str) -> None:
 
 @pytest.mark.parametrize("mutation", ["drop_edge", "wait_late", "fork_early", "evict_window", "unslice", "share_slot"])
 def test_the_long_way_round_finds_races(mutation: str) -> None:
-    """Each of these leaves a race, some of them only between two iterations; ops of one stream may see each other's rows."""
+    """Each case has a race, some only between two iterations; ops of one stream may see each other's rows."""
     found = []
     for name in WITH_SIDE_OPS:
         for seed in range(4):

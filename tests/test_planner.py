@@ -32,7 +32,7 @@ S, M = 131072, 65536
 SHAPES = ("llada-8b", "dream-7b", "llada-moe", "sdar-8b", "llada2-mini")
 """Presets that differ in more than sizes."""
 SOME = [pytest.param(name, marks=pytest.mark.soak if name in ("dream-7b", "sdar-8b") else ()) for name in SHAPES]
-"""Those of which most is in others, too, soak."""
+"""Mostly redundant cases only soak."""
 
 
 @pytest.fixture(scope="module")
@@ -487,7 +487,7 @@ DTYPES = ("float64", "float32", "bfloat16", "int8")
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_plan_says_the_dtype_of_most_of_the_weights_that_it_has(seed: int) -> None:
-    """Weights, those that lie in host memory, and those of others, under each option of a choice; whatever the checker counts."""
+    """Bytes of weights, of host memory and of others, under each option of a choice, as the checker counts them."""
 
     def build(g: Graph) -> None:
         way = g.choice("way", ("a", "b"))

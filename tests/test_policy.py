@@ -189,7 +189,7 @@ class Plain:
     network: Network
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """Hidden rows at unit length: those that the head reads, without the last norm's weight."""
+        """Hidden rows at unit length: the head's inputs without the last norm's weight."""
         network = self.network
         found = network.hidden(tokens, 0, network.new_kv(len(tokens)), len(tokens))
         return found / network.tensors[network.arch.names.final_norm]
@@ -322,7 +322,7 @@ class Canvases:
                 owner.close()
 
     def counted(self, plan: Any) -> None:
-        """Every plan has all rows of all states, whoever asks for it."""
+        """Every plan has all rows of all states, for every owner."""
         rows, committed = self.model.state_rows, self.model.memory().committed
         assert check_plan(plan.document) == []
         for state, size in ROW.items():
@@ -396,7 +396,7 @@ def test_rows_of_a_state_of_ones_own_are_planned_and_refused_like_keys() -> None
 
 
 def test_rows_that_nobody_owns_are_handed_out_before_a_state_grows(model: CompiledModel) -> None:
-    """What is admitted with `more` rows is what is planned once they are taken."""
+    """Admission with `more` rows agrees with the plan after they are taken."""
     rng, owners, size = random.Random(2), list[tuple[State, OwnedRows]](), StepSize(windows=(9,), rows=4)
     for _ in range(30):
         more = {state: rng.randint(0, 300) for state in rng.sample((SUMMARY, KV), rng.randint(1, 2))}
@@ -522,7 +522,7 @@ def test_generate_takes_an_algorithm_of_ones_own(model: CompiledModel) -> None:
 
 
 def test_a_session_counts_rows_of_a_state_of_ones_own() -> None:
-    """What is admitted fits: of requests whose summaries alone fill the budget, as many as there is room for."""
+    """Admitted requests fit: summaries alone fill the budget, so only some requests are admitted."""
 
     def greedy(config: GenerationConfig, arch: Any, prompt_len: int, request: int) -> list[StepSize | None]:
         return [replace(size, states={SUMMARY: 200}) for size in shapes(config, arch, prompt_len, request) if size]

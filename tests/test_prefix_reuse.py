@@ -262,11 +262,11 @@ def test_what_a_model_or_another_option_cannot_is_refused(model: CompiledModel) 
         model.generate(prompt, attention="mage+flashblok")
     with pytest.raises(UsageError, match="ahead: how much queries change is known when a step's outcome is read"):
         model.generate(prompt, attention=PrefixReuse(change=0.1), ahead=True)
-    with pytest.raises(UsageError, match="eviction: rows that are dropped keep no output over their prefix"):
+    with pytest.raises(UsageError, match="eviction: dropped rows keep no output over their prefix"):
         model.generate(prompt, attention="flashblock", eviction="focus")
     with pytest.raises(UsageError, match=r"reuse is 4; it must be PrefixReuse\(…\)"):
         SparseAttention(reuse=4)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="of first exact layers, of which there are 0"):
+    with pytest.raises(UsageError, match="with exact first layers, of which there are 0"):
         SparseAttention(exact_layers=0, reuse=PrefixReuse())
     with (
         mosaic.compile(FAMILIES["llada"], device="cpu", host_budget=0) as both_ways,

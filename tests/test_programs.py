@@ -23,7 +23,7 @@ WIDTH = 64
 
 
 def _keep(*, x: Tensor, limit: Tensor, kept: Tensor, count: Tensor, scratch: Tensor | None = None) -> None:
-    """Copy the rows whose first column is above the limit to the front; NaN behind them, which nobody may use."""
+    """Copy the rows whose first column is above the limit to the front; unused rows after them are NaN."""
     chosen = x[x[:, 0] > limit]
     kept.fill_(torch.nan)
     kept[: len(chosen)] = chosen
@@ -57,7 +57,7 @@ def prefix(g: Any) -> None:
 
 
 def suffix(g: Any) -> None:
-    """What is done with them, in one of several sizes."""
+    """The second graph over the kept rows, in one of several sizes."""
     g.dim("tokens")
     rows = g.dim("rows", at_most="tokens")
     kept = g.carry("kept", (rows, WIDTH), "float32")
@@ -79,7 +79,7 @@ def rows_of(seed: int, count: int, width: int = WIDTH) -> Tensor:
 
 
 def limit_of(y: Tensor, count: int) -> Tensor:
-    """What the first column of `count` rows is above."""
+    """A limit that the first column of `count` rows exceeds."""
     found = y[:, 0].sort(descending=True).values
     return ((found[count - 1] + found[count]) / 2).reshape(1)
 

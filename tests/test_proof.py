@@ -97,7 +97,7 @@ def test_compile_runs_no_wrong_placement(monkeypatch: pytest.MonkeyPatch, small:
 def test_what_is_handed_out_is_valid_whatever_the_placement(
     monkeypatch: pytest.MonkeyPatch, small: Planner, config: dict[str, Any] | None
 ) -> None:
-    """Random moves of a buffer and of the peak: most are refused, and those that are not pass the whole check."""
+    """Random moves of a buffer and of the peak: most are refused, and the others pass the whole check."""
     rng = random.Random(1)
 
     def disturb(offsets: list[int], peak: int) -> tuple[list[int], int]:
@@ -166,7 +166,7 @@ def test_a_draft_and_its_document_get_one_verdict(small: Planner, config: dict[s
 
 
 def test_a_document_is_written_when_it_is_asked_for_and_is_its_plans_own(small: Planner) -> None:
-    """What is done to one plan's document changes no other plan's, nor what is proved of it."""
+    """Changing one plan's document changes no other plan's, nor its proof."""
     first, second = small.plan(REQUEST), small.plan(REQUEST)
     expected = first.to_json()
     document: Any = second.document

@@ -1,4 +1,4 @@
-"""What is kept for whoever asks again, against a list of keys in the order in which they were asked for."""
+"""The cache against a list of keys in the order of their lookups."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def wrong_by_history(root: Path) -> Iterator[str]:
 
 
 def versions_of(root: Path) -> dict[str, list[Record]]:
-    """Every version of every record since records are sealed: of the history, and the one that lies there."""
+    """Every version of every record since records are sealed: of the history, where the seal is its own, and what lies there."""
     blobs: dict[str, str] = {}
     log = git(root, "log", "-m", "--raw", "--no-abbrev", "--no-renames", "--format=", "--", "benchmarks/results")
     for line in log.splitlines():
@@ -90,7 +90,9 @@ def versions_of(root: Path) -> dict[str, list[Record]]:
     printed = git(root, "cat-file", "--batch", given="".join(f"{blob}\n" for blob in blobs))
     for header, text in re.findall(r"^([0-9a-f]{40}) blob \d+\n(\{.*?^\})$", printed, re.MULTILINE | re.DOTALL):
         if '"digest": "' in text:
-            found.setdefault(blobs[header], []).append(json.loads(text))
+            version = json.loads(text)
+            if version["environment"]["digest"] == record.digest_of(version):  # else `wrong_in_themselves` refused it
+                found.setdefault(blobs[header], []).append(version)
     return found
 
 
@@ -295,7 +297,7 @@ def test_the_other_checkout_of_a_pair_is_named_too(repository: Path, tmp_path: P
 
 
 def edited(root: Path, change: Callable[[Record], None], *, sealed: bool = True) -> list[str]:
-    """What is wrong once a record was changed by hand; with the digest made again, as one does who means to."""
+    """Errors of a record that was changed by hand, with its digest made again."""
     file = root / "benchmarks" / "results" / "tiny.json"
     found = json.loads(file.read_text())
     change(found)
@@ -375,7 +377,7 @@ HIDDEN = re.compile(
     r"<!-- ([\w-]+):begin -->.*?<!-- \1:end -->|<!--(fig [\w-]+|given)-->.*?<!--/(fig|given)-->|^```.*?^```|`[^`\n]*`|\]\([^)]*\)",
     re.DOTALL | re.MULTILINE,
 )
-"""What is not typed by hand, or says itself what it is: tables, figures, limits; code and links."""
+"""Text that is generated or needs no check: tables, figures, limits; code and links."""
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 MEASURED = re.compile(
     rf"(?<![\w.,]){NUMBER}(?:\s+to\s+{NUMBER})?\s*(?:%|(?:ns|us|µs|ms|s|min|h|seconds?|minutes?|hours?|tokens/s|tokens\s+(?:per|a)\s+second"

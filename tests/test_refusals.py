@@ -17,7 +17,7 @@ from mosaic.planner.advice import Misfit, misfit
 from mosaic.planner.search import TOLERANCE
 
 FIXED_S, OTHER_S = 0.6, 4.0
-"""What a refusal may take where the fixed part alone exceeds the budget, and elsewhere: two to three times what was measured."""
+"""Seconds of a refusal if the fixed part alone exceeds the budget, and else: two to three times those measured."""
 MODELS = ("sdar-1.7b", "sdar-8b", "llada2-mini", "llada-8b")
 CARDS = ("rtx-3090", "rtx-4090")
 FORMS = ("plain", "mage", "focus", "mage focus")

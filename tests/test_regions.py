@@ -33,7 +33,7 @@ def nested(rng: random.Random, start: int, end: int, parent: str | None, depth: 
 
 
 def document(seed: int) -> tuple[int, dict[str, Row], Regions]:
-    """How many ops there are, the loops by name, and the same as the runtime reads them."""
+    """The number of ops, the loops by name, and the same as the runtime reads them."""
     rng = random.Random(seed)
     ops = rng.randint(1, 12)
     rows = [*nested(rng, 0, ops, None, 3)]

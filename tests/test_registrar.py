@@ -22,6 +22,7 @@ import mosaic.registrar.operators as operators
 from mosaic.devices import load_device
 from mosaic.errors import GraphError, MissingExtra, UnknownName
 from mosaic.kernels import load as load_kernel
+from mosaic.kernels.binding import kernel_of, launcher_of, reference_of
 from mosaic.models import PRESETS, load
 from mosaic.models.parts import LOGITS
 from mosaic.models.phase import Phase
@@ -173,7 +174,7 @@ REFUSED: dict[str, tuple[str, Wrong]] = {
         g, x, ("a", t, 8), ("a", t, 16))),
     "a knob whose rows are a dim": (r"its rows would be called a_rows, which is a dim", lambda g, t, x: (
         g.dim("a_rows"), _in_region(g, t, lambda: g.add_op(COPY, x)))),
-    "a dim named as a knob's rows": (r"the rows of the chunk knob 'a' are called so", lambda g, t, x: (
+    "a dim named as a knob's rows": (r"the rows of the chunk knob 'a' have this name", lambda g, t, x: (
         _in_region(g, t, lambda: g.add_op(COPY, x)), g.dim("a_rows"))),
     "a dim sliced twice": (r"a region over tokens is open already", _nested),
     "a dim that cannot be sliced": (r"region a cannot slice axis 0 of x e: .*: tokens \+ 1 is no multiple of tokens",
@@ -323,7 +324,7 @@ def _stale_in_the_next_iteration(g: Graph, t: Polynomial, x: Buffer) -> None:
 
 
 def _slices_overwritten_by_the_next_iteration(g: Graph, t: Polynomial, x: Buffer) -> None:
-    """What iteration 1 wrote of an output, iteration 2 overwrites before it writes its own slice."""
+    """Iteration 2 overwrites iteration 1's slice of an output before it writes its own."""
     y = g.output("y", (t, WIDE), "float32")
     with g.chunk("a", over=t):
         z = g.add_op(COPY, x, name="z")
@@ -350,7 +351,7 @@ def _read_while_a_region_fills_it(g: Graph, t: Polynomial, x: Buffer) -> None:
 
 
 def _host_buffer_read_first(g: Graph, t: Polynomial, x: Buffer) -> None:
-    """Without a tensor nobody fills it but the step."""
+    """Without a tensor only the step fills it."""
     y = g.buffer("y", (t, WIDE), "float32", kind="host")
     g.add_op(COPY, y, name="early")
     g.add_op(COPY, x, out=y)
@@ -417,7 +418,7 @@ def _overwritten_while_kept(g: Graph, t: Polynomial, x: Buffer) -> None:
 
 
 def _written_in_the_loop_of_a_side_op(g: Graph, t: Polynomial, x: Buffer) -> None:
-    """What side ops of a loop touch is held through the loop, though each iteration joins them."""
+    """Buffers of a loop's side ops are held through the loop, though each iteration joins them."""
     with g.chunk("a", over=t):
         z = g.add_op(COPY, x, name="z")
         with g.stream("s"):
@@ -1033,7 +1034,34 @@ def test_operators_are_the_kernels() -> None:
     for name in OPERATORS:
         assert load_kernel(name).module.__name__ == f"mosaic.kernels.{name}"
         kernels = {way.kernel for way in contract(name).on("cuda")}
-        assert f"mosaic.kernels.cuda.{name}" in kernels and all(map(find_spec, kernels))
+        carried_out_by = {"prefix_attention": "kv_attention"}.get(name, name)
+        assert f"mosaic.kernels.cuda.{carried_out_by}" in kernels and all(map(find_spec, kernels))
+
+
+def test_launchers_take_what_the_records_list() -> None:
+    """By the record's names; what may be left out has the record's value, or None. Who serves some launches takes theirs."""
+    triton = pytest.importorskip("triton")
+    for name in OPERATORS:
+        record = contract(name)
+        optional = {read.rstrip("?"): None for read in record.reads if read.endswith("?")} | dict(record.defaults)
+        given = {read.rstrip("?") for read in record.reads} | {*record.writes}
+        given |= {attr.partition("=")[0] for attr in record.attrs.split()}
+        takers = [(record.name, reference_of(record), given - {*record.writes})]
+        for way in record.implementations:
+            if way.capability is not None and not triton.__version__.startswith("3.6."):
+                continue  # written for that version
+            kernel = kernel_of(way)
+            needed = given if way.serves is None else given - optional.keys()
+            takers.append((f"{name} by {way.name}", getattr(kernel, "bind", None) or launcher_of(kernel), needed))
+        for said, function, listed in takers:
+            taken = inspect.signature(function).parameters
+            if not any(one.kind is one.VAR_KEYWORD for one in taken.values()):
+                assert listed <= taken.keys(), said
+            for one in taken.values():
+                if one.name in optional:
+                    assert one.default == optional[one.name], (said, one.name)
+                elif one.name not in given and one.kind is not one.VAR_KEYWORD:
+                    assert one.default is not one.empty, (said, one.name)
 
 
 def test_scratch_is_that_of_a_backend() -> None:

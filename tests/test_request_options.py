@@ -31,7 +31,7 @@ from mosaic.runtime.sharing import SharedSizes
 PROMPT = torch.arange(9, 12)
 VALUES: list[Any] = [999_999_999, 10**12, 0, -1, 2**63, 2**70, 10**400, math.nan, math.inf, True, "3"]
 SECONDS = 0.5
-"""Of CPU time that an answer may take."""
+"""Seconds of CPU time that an answer may take."""
 ARCHITECTURES = {
     family: load({**config, "num_hidden_layers": 3} if family == "sdar" else config).architecture
     for family, config in CONFIGS.items()
@@ -133,7 +133,7 @@ def test_an_option_of_any_value_is_taken_or_refused_at_once(family: str, name: s
 
 
 def bytes_of(model: CompiledModel, **options: Any) -> int:
-    """What admission counts for a request."""
+    """The size that admission counts for a request."""
     with model.session() as session:
         session.submit(PROMPT, gen_length=8, **options)
         while session.live:

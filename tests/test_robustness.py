@@ -158,7 +158,7 @@ WORDS = (
     "\udcff", "\n", "true", "None", "float32", "mosaic", "eager", "x" * 5000,
 )  # fmt: skip
 SLOW = {"generate", "calibrate"}
-"""Which run a model, or look for a card: only their mistakes are tried."""
+"""Commands that run a model or look for a card: only their errors are tried."""
 
 
 def commands() -> dict[str, list[str]]:

@@ -226,7 +226,7 @@ def scalings(draw: st.DrawFn) -> tuple[dict[str, Any], int, float, int]:
 
 
 def cancelled(given: dict[str, Any], positions: int, size: int, length: int) -> float:
-    """What stock code loses in float32, where it raises `factor * length / positions - (factor - 1)`, rounded twice, to a power."""
+    """The float32 error of stock code, which raises `factor * length / positions - (factor - 1)`, rounded twice, to a power."""
     if given["rope_type"] != "dynamic" or length <= positions:
         return 0.0
     stretched = given["factor"] * length / positions
@@ -397,7 +397,7 @@ def test_kept_keys_beyond_the_trained_positions_need_a_final_length(
 
 @pytest.mark.parametrize("scaling", ["default", "linear", "dynamic", "yarn", "llama3"])
 def test_a_prompt_that_is_too_long_says_which_scaling_takes_it(scaling: str) -> None:
-    """What is said is enough, and a factor of one less is not."""
+    """The stated factor is enough, and one less is not."""
     config = CONFIGS["dream"] | ({} if scaling == "default" else {"rope_scaling": SCALINGS[scaling]})
     prompt = sequences()[0].repeat(4)[:403]
     options: dict[str, Any] = {"gen_length": 8, "algorithm": "fast-dllm", "cache": "dual"}

@@ -301,7 +301,7 @@ def test_a_sample_does_not_depend_on_chunks_places_or_tiles(kernel: str, monkeyp
     first = "logits" if kernel == "row_sample" else "x"
     for chosen in (torch.arange(40, 97), order):
         part = Case(kernel, dict(case.operands), {name: torch.empty_like(t[chosen]) for name, t in whole.items()})
-        part.operands |= {name: case.operands[name][chosen] for name in (first, "keys")}
+        part.operands |= {name: case.operands[name][chosen] for name in (first, "keys", "temperature")}
         part.launch()
         assert torch.equal(part.outputs["sample"], whole["sample"][chosen])
     monkeypatch.setattr(tiles, "VOCABULARY_COLUMNS", 256)

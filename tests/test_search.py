@@ -167,7 +167,7 @@ def test_the_best_of_grids_full_of_ties(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_step_is_the_one_that_the_method_takes(seed: int) -> None:
-    """Of tables too whose chunks of any size may be the fastest, where moves may be undone and nested loops traded."""
+    """Also for tables with fastest chunks of any size, so that moves are undone and nested loops traded."""
     tables, rng = Tables(seed, apart=seed % 3 == 0), random.Random(seed)
     judge = Judge(Tabulated(tables), tables)
     for budget, host in budgets(judge, rng):
@@ -215,7 +215,7 @@ def lowered(judge: Judge, config: Config) -> Config:
 
 
 def neighbours(judge: Judge, config: Config) -> Iterator[Config]:
-    """Those that differ in one knob, or in two whose loops nest."""
+    """Configurations that differ in one knob, or in two whose loops nest."""
     nested = judge.point.nested_knobs(config.choices)
     for other in judge.configs:
         if other.choices == config.choices:

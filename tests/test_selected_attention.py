@@ -95,7 +95,7 @@ def attention_to_selected(case: Case, row_start: int = 0, *, absolute: bool = Fa
 
 
 def attended_bound(case: Case, expected: Tensor, row_start: int = 0, *, triton: bool = False) -> Tensor:
-    """As `kv_bound` and `triton_bound` of `kv_attention`."""
+    """Like `kv_bound` and `triton_bound` of `kv_attention`."""
     dtype, attrs = case.operands["q"].dtype, case.attrs
     q, kv = (case.operands[n].double().nan_to_num(0.0).unflatten(1, (-1, attrs["head_size"])) for n in ("q", "kv"))
     delta = gamma(attrs["head_size"] + 4, dtype) * float(q.norm(dim=2).max() * kv.norm(dim=2).max()) * attrs["scale"]

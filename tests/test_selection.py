@@ -70,7 +70,7 @@ KERNELS = ("guide", "perturb_score", "replace_rows", "row_nucleus", "row_score",
 
 
 def launched(case: Case, backend: str) -> dict[str, Tensor]:
-    """What a launch writes; on the CPU too, the case's operands stay as they are."""
+    """The outputs of a launch; the case's operands stay as they are, also on the CPU."""
     if backend == "triton":
         return run(case, DEVICE)
     mine = Case(case.kernel, {name: t.clone() for name, t in case.operands.items()}, dict(case.outputs), case.attrs)
@@ -169,7 +169,7 @@ def test_perturb_score(rows: int, temperature: Any, backend: str) -> None:
 
 
 def test_the_highest_perturbed_scores_are_draws_without_replacement() -> None:
-    """Of three rows the order of two draws: p_i p_j / (1 - p_i)."""
+    """The probabilities of ordered pairs drawn from three rows: p_i p_j / (1 - p_i)."""
     score, temperature, groups = torch.tensor([0.9, 0.5, 0.1]), 0.5, 6000
     case = Case("perturb_score", {"score": score.repeat(groups), "keys": some_keys(3 * groups)})
     case.operands["temperature"] = torch.full((3 * groups,), temperature)
@@ -227,7 +227,7 @@ def shuffled(values: Tensor, rows: int) -> Tensor:
 
 
 def split(values: Tensor, kept: int, temperature: float) -> float:
-    """A top_p that so many tokens pass, halfway between the sums before and after the last of them."""
+    """A top_p that keeps a given number of tokens, halfway between the sums before and after the last of them."""
     heat = temperature or 1.0
     mass = torch.softmax(values.double().sort(descending=True).values / heat, dim=0).cumsum(0)
     return float((mass[kept - 1] + (mass[kept - 2] if kept > 1 else 0.0)) / 2)
@@ -426,7 +426,7 @@ def transfer_case(
     lengths: list[int], rule: str, score: Tensor, *, quota: Any, threshold: Any, padding: int = 0, masked: float = 0.7,
     edit_threshold: float = 0.5, seed: int = 0,
 ) -> Case:  # fmt: skip
-    """Sequences of so many rows, then padding that looks like candidates."""
+    """Sequences with these numbers of rows, then padding that looks like candidates."""
     generator = torch.Generator().manual_seed(seed)
     rows, seqs = sum(lengths) + padding, len(lengths)
     current = torch.randint(5, (rows,), generator=generator)
@@ -447,7 +447,7 @@ def transfer_case(
 
 
 def stop_of_fast_dllm(confidences: list[float], factor: float) -> int:
-    """How many the factor rule commits, in the words of its source: counted from 0, in the order of confidence."""
+    """The number that the factor rule commits, as in its source: counted from 0, in the order of confidence."""
     thresholds = [-1.0] + [
         float(np.float32(1) - np.float32(factor) / np.float32(i + 2)) for i in range(1, len(confidences))
     ]
@@ -459,7 +459,7 @@ def stop_of_fast_dllm(confidences: list[float], factor: float) -> int:
 
 
 def stated(case: Case) -> tuple[list[int], list[int]]:
-    """What is chosen and committed, row by row."""
+    """Chosen tokens and committed flags, row by row."""
     given = {name: t.tolist() for name, t in case.operands.items()}
     score, current, token = given["score"], given["current"], given["token"]
     chosen, committed = list(current), [0] * len(current)
@@ -656,7 +656,7 @@ def test_selection_allocates_nothing(dtype: torch.dtype) -> None:
 
 
 def test_numpy_takes_little_for_itself() -> None:
-    """What the launch of many rows takes besides its scratch does not grow with them."""
+    """The memory of a launch besides its scratch does not grow with the rows."""
     import tracemalloc
 
     for case in cases(20_000, vocabulary=3, width=2):

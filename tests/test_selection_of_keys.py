@@ -41,7 +41,7 @@ SUMMED = ("q", "kv", "extents", "cu_extents", "captured", "votes", "cu_seqlens")
 
 
 def tiles_of(block: int, rows: int) -> dict[str, int]:
-    """What a launch is told of tiles of so many rows of a block."""
+    """A launch's attributes for tiles of this many rows of a block."""
     return {"block": block, "rows": rows, "tiles": -(-block // rows)}
 
 
@@ -53,7 +53,7 @@ def key_mass_case(
     gaps: int = 2,
     tiled: dict[str, int] | None = None,
 ) -> Case:
-    """Sequences with prefixes of 0 to `longest` keys, of which some rows vote; columns of `mass` that are nobody's."""
+    """Sequences with prefixes of 0 to `longest` keys and some voting rows; some columns of `mass` belong to none."""
     rng = random.Random(seed)
     group, kv_heads = GROUPS[seed % len(GROUPS)]
     size = rng.choice([4, 5, 16])
@@ -164,7 +164,7 @@ def equation_3(case: Case) -> Tensor:
 
 
 def in_tile(case: Case, row: int) -> int:
-    """Which tile of its block a row is in."""
+    """The tile of its block that a row is in."""
     rows = case.attrs.get("rows", 0)
     return int(case.operands["positions"][row]) % case.attrs["block"] // rows if rows else 0
 
@@ -301,14 +301,14 @@ def test_pages_with_the_most_mass(kind: str, ratio: float, enough: float) -> Non
 
 @pytest.mark.parametrize("parts", [100, 1000])
 def test_a_ratio_is_the_decimal_that_was_written(parts: int) -> None:
-    """Of up to 4,096 keys: `keys_of`, for all of these shares."""
+    """`keys_of` of up to 4,096 keys, for many shares."""
     keys = np.arange(1, 4097)
     for number in range(1, parts + 1):
         assert np.array_equal(keys_of(number / parts, keys), -(-keys * number // parts))
 
 
 def share_case(ratio: float, lengths: Sequence[int]) -> Case:
-    """Prefixes of these lengths, of which the first keys have the most mass; all share their masses."""
+    """Prefixes of these lengths, whose first keys have the most mass; all share their masses."""
     count = len(lengths)
     operands = {
         "mass": torch.arange(max(lengths), 0, -1)[None].float(), "captured": torch.tensor(lengths, dtype=torch.int32),
@@ -355,7 +355,7 @@ def on_the_cpu(case: Case) -> dict[str, Tensor]:
 
 
 def chosen_by(mass: Tensor, case: Case, k: int, launch: Launched) -> list[set[int]]:
-    """What top_keys chooses of these masses, of each sequence that has any, and set."""
+    """The choice of top_keys from these masses, for each sequence with keys, and set."""
     given, sets = case.operands, case.attrs["sets"]
     sequences = given["captured"].shape[0]
     operands = {

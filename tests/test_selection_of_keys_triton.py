@@ -1,4 +1,4 @@
-"""What selects keys, and attends to them, in Triton's interpreter, or on a GPU: random batches against float64."""
+"""Selection of keys and attention to them, in Triton's interpreter or on a GPU: random batches against float64."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Failing:
 
 
 def test_a_session_is_closed_whatever_streamers_raise(model: CompiledModel) -> None:
-    """Every request ends, and nobody keeps rows."""
+    """Every request ends, and all rows are free."""
     session = Session(model)
     requests = [session.submit(torch.arange(5), streamer=Failing(), **WAY) for _ in range(3)]
     session.advance(2)
@@ -104,7 +104,7 @@ def test_a_session_is_closed_whatever_streamers_raise(model: CompiledModel) -> N
 
 
 def test_a_request_is_cancelled_by_its_own_session_alone(model: CompiledModel) -> None:
-    """Both number theirs from 0: whoever mixes them up is told, and everybody goes on, whatever has ended by then."""
+    """Both number their requests from 0: mixing them up raises, and all requests go on, whichever have ended."""
     prompts = [torch.arange(5), torch.arange(1, 6)]
     expected = model.generate(prompts, **WAY)
     with model.session() as first, model.session() as second:

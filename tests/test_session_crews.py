@@ -45,7 +45,7 @@ class Beside(Telling):
     asynchronous = True
 
     def overlapped(self) -> int:
-        """How many launches came before the outcome of the one before was waited for; never two such."""
+        """The number of launches before the previous outcome was read; never two in a row."""
         found, under_way = 0, set[int]()
         for what, number in self.told:
             if what == "wait":

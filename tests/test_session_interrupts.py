@@ -1,4 +1,4 @@
-"""Signals whose handlers raise, anywhere in a session's calls: it goes on, every request ends, and nobody keeps rows.
+"""Signals whose handlers raise, anywhere in a session's calls: it goes on, every request ends, and all rows are free.
 
 The sweep strikes where the interpreter looks for signals: when a function of the library begins, or one of C's has returned to it.
 The soak strikes by a timer.
@@ -29,7 +29,7 @@ LIBRARY = mosaic.__file__.removesuffix("__init__.py")
 
 
 class Struck(BaseException):
-    """What the handlers raise here."""
+    """The exception of the handlers."""
 
 
 @contextmanager
@@ -70,7 +70,7 @@ class Striking:
 
 
 class Told:
-    """What a driver of two sessions of one model was given."""
+    """The results of a driver of two sessions of one model."""
 
     def __init__(self, runner: Any, way: dict[str, Any]) -> None:
         self.runner, self.way = runner, way
@@ -110,7 +110,7 @@ class Told:
             self.sessions[1].close()
 
     def finish(self) -> None:
-        """As `run`, with no signals any more."""
+        """`run` without further signals."""
         for _ in range(200):
             self.advance(0)
         assert not self.sessions[0].live
@@ -118,7 +118,7 @@ class Told:
             session.close()
 
     def check(self, expected: Callable[[int], list[int]]) -> None:
-        """Each request has ended once; of those that were not cancelled every token and every step is there."""
+        """Each request has ended once; every token and step of requests that were not cancelled exists."""
         for requests, steps in zip(self.requests, self.steps, strict=True):
             for request in requests:
                 found = request.generation
@@ -134,7 +134,7 @@ class Told:
 
 
 def struck(runner: Any, way: dict[str, Any], number: int, at: int, file: str = "") -> tuple[Told, int]:
-    """What a driver was given where a signal struck it once, and how many events there were until then; 0: it never does."""
+    """A driver's results after one signal, and the number of events before it; 0: no signal."""
     told = Told(runner, way)
     with handled(number), suppress(Struck), Striking(number, at, file) as strikes:
         told.run()
@@ -233,7 +233,7 @@ def test_a_generation_that_is_interrupted_keeps_nothing(model: CompiledModel) ->
 
 
 def test_a_callback_is_interrupted_at_once() -> None:
-    """What it does may never end by itself."""
+    """The request may never end by itself."""
     told = []
 
     def wait(step: Step) -> None:

@@ -413,7 +413,7 @@ class Fault(Exception):
 
 
 def test_what_steps_did_before_an_error_is_told_by_the_next_call() -> None:
-    """Callbacks that raise now and then: every outcome is returned once and in order, whoever raised, and streamers end."""
+    """Callbacks that raise now and then: every outcome is returned once and in order, and streamers end."""
     raised = 0
     for seed in range(30):
         draw, told, returned = random.Random(seed), list[Step](), list[Step]()

@@ -267,7 +267,7 @@ def test_sources_of_a_document_fit_and_do_not_contradict_each_other() -> None:
 
 
 def keys_in(text: str) -> list[tuple[str | int, ...]]:
-    """What a text states or asks, read back from its words alone."""
+    """The statements and questions of a text, parsed from its words alone."""
     found: list[tuple[str | int, ...]] = []
     names = "|".join(NAMES)
     found += [match.groups() for match in re.finditer(rf"The (\w+) of ({names}) is (\w+)\.", text)]
@@ -638,7 +638,7 @@ def test_a_toy_training_ends_in_time_with_a_checkpoint_and_its_curves(
 
 @dataclass
 class Answered:
-    """What the bench reads of a Generation."""
+    """The fields of a Generation that the bench reads."""
 
     token_ids: Any
     steps: int = 7

@@ -147,7 +147,7 @@ def test_other_families_attend_so(family: str, way: str) -> None:
 @pytest.mark.parametrize("way", [pytest.param("mage", marks=pytest.mark.soak), "by tiles of rows, carried"])
 def test_requests_at_any_step_share_a_forward_and_get_what_they_get_alone(way: str, model: CompiledModel) -> None:
     """One in its block's first step beside others in theirs: a step that selects serves both. Or one that selects again, beside
-    those that do not yet."""
+    the ones that do not yet."""
     source, mixed = random.Random(1), 0
     options = GenerationConfig(
         gen_length=17, steps=4, remasking="low_confidence_static", attention=WAYS[way], ahead=False
@@ -216,7 +216,7 @@ def test_extrema_of_pages_are_planned_memory_and_come_from_final_keys(model: Com
 
 
 def test_one_plan_serves_the_same_step_of_every_block(model: CompiledModel) -> None:
-    """As what it is planned for, a request's rows, stays while its keys get more."""
+    """The planned size, a request's rows, stays while its keys grow."""
     for chosen in (SparseAttention(k=512), SparseAttention(ratio=0.3)):
         phase = Phase(cache=Selected(attention=chosen, selects=False), commit=Commit(score="confidence", rule="top"))
         sizes = [StepSize(phase=phase, windows=(4,), keys=(n,), owned=(600,), rows=4) for n in range(4, 600, 4)]

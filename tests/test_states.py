@@ -32,7 +32,7 @@ NAMES = ("kv", "summary")
 
 
 class PlainTable:
-    """The same by lists of rows: an owner gets the lowest rows that nobody has."""
+    """The same by lists of rows: an owner gets the lowest free rows."""
 
     def __init__(self) -> None:
         self.owned: dict[int, list[int]] = {}
@@ -332,7 +332,7 @@ def keep(model: CompiledModel, owned: OwnedRows, seed: int) -> None:
 
 
 def look(model: CompiledModel, owned: OwnedRows) -> Tensor:
-    """What a window over all keys of a sequence, which it overwrites the last of, is scored."""
+    """The scores of a window over all keys of a sequence, the last of which it overwrites."""
     rows, tokens = torch.arange(4), ids_of(1, TOKENS)
     window: dict[str, Any] = {"start": owned.length - TOKENS, "key_len": owned.length}
     ask = StepRequest(phase=DECIDE, token_ids=tokens, sequence=owned, rows=rows, current=tokens[:4], quota=1, **window)
@@ -340,7 +340,7 @@ def look(model: CompiledModel, owned: OwnedRows) -> Tensor:
 
 
 def test_pages_of_closed_sequences_go_back_while_a_later_one_lives() -> None:
-    """What lies behind them keeps its rows, its addresses and its contents, and the pages come again with new rows."""
+    """Later rows keep their addresses and contents, and the pages come back with new rows."""
     with mosaic.compile(LLADA, host_budget=0, debug="poison") as model:
         first, second, last = (model.open_sequence() for _ in range(3))
         for number, owned in enumerate((first, second, last)):
@@ -374,7 +374,7 @@ def pages_of(rows: list[int]) -> int:
 
 @pytest.mark.parametrize("debug", [None, "poison"])
 def test_rows_that_nobody_wrote_are_poisoned(debug: Any) -> None:
-    """A new owner's rows hold what the one before left there; under poison, whoever reads them unwritten gets NaN."""
+    """A new owner's rows hold the last owner's values; under poison, reading them unwritten gives NaN."""
     with mosaic.compile(LLADA, host_budget=0, debug=debug) as model:
         first, other = model.open_sequence(), model.open_sequence()
         first.reserve(60)

@@ -1,4 +1,4 @@
-"""What steps keep of a workspace, against a model of it: the pages of each pool, as sets."""
+"""The workspace that steps keep, against a model of it: the pages of each pool, as sets."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Model:
         return SimpleNamespace(pools=pools, records=PlanRecords({"buffers": buffers}))
 
     def span(self, pool: str, size: int) -> set[int]:
-        """Pages of the first bytes of a pool, but for rows that nobody owns."""
+        """Pages of the first bytes of a pool, except free rows."""
         found = set(range(-(-size // PAGE)))
         for table in self.tables:
             if table.pool == pool and table.name in self.learned:

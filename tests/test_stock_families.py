@@ -1,4 +1,4 @@
-"""What a config may ask for beyond the released checkpoints, against stock transformers classes in float32."""
+"""Config values beyond the released checkpoints, against stock transformers classes in float32."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ NUMBERS = [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)]
 
 
 class Struck(BaseException):
-    """What the handlers raise."""
+    """The exception of the handlers."""
 
 
 class Strikes:
@@ -120,7 +120,7 @@ def test_the_pool_of_a_device_holds_what_it_counts(
     opened: list[Workspace] = []
 
     def at(sizes: dict[str, int], **more: Any) -> Workspace:
-        """A workspace of these sizes, after all before it were seen to be as they should."""
+        """A workspace of these sizes, after earlier ones were verified."""
         while opened:
             check(driver, opened[0])
             opened.pop().close()

@@ -1,4 +1,4 @@
-"""What the test commands promise: no file takes more than its budget, and who needs the card alone has it alone."""
+"""The test commands' promises: no file exceeds its budget, and a test that needs the card alone has it alone."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ def recorded(capability: int) -> list[tuple[str, Any, dict[str, Any]]]:
 
     from mosaic.kernels import load
     from mosaic.kernels.binding import launcher_of
-    from mosaic.kernels.cuda import grouped_linear, invariant_linear, kv_attention, moe_route, unembed_stats
+    from mosaic.kernels.cuda import grouped_linear, invariant_linear, moe_route, unembed_stats
     from mosaic.kernels.cuda.shared import launching
 
     found: list[tuple[str, Any, dict[str, Any]]] = []
@@ -295,7 +295,6 @@ def recorded(capability: int) -> list[tuple[str, Any, dict[str, Any]]]:
     launching.capability = lambda operand: capability
     for kernel in (unembed_stats, moe_route, grouped_linear, invariant_linear):
         kernel.has_descriptors = lambda x, weight: capability == 90 and x.element_size() == 2 and x.stride(0) % 8 == 0
-    kv_attention.has_ring = lambda kv, head_size: capability == 90 and kv.element_size() == 2
     for operator, given, cards in [*((*launch, tuple(SHARED_BYTES)) for launch in launches()), *samples()]:
         if capability not in cards:
             continue
@@ -305,8 +304,9 @@ def recorded(capability: int) -> list[tuple[str, Any, dict[str, Any]]]:
         rule = scratch_rules("cuda").get(operator)
         size = rule(shapes, dtypes, given) if rule else 0
         scratch = torch.empty(int(size), dtype=torch.uint8, device="meta") if size else None
+        way = "hopper" if capability == HOPPER and operator in ("kv_attention", "prefix_attention") else None
         launch = launcher_of(
-            load(operator, "cuda", "invariant" if operator in ("linear", "linear_add") else None).module
+            load(operator, "cuda", "invariant" if operator in ("linear", "linear_add") else way).module
         )
         launch(**given, scratch=scratch)  # unchecked: what lies nowhere lies in one place
     return found
@@ -407,7 +407,7 @@ def launched(cards: Sequence[int], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def run_alone(*, every: bool) -> str:
-    """What this file prints as a program."""
+    """The printed form of a program."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(Path(__file__).parent.parent)}
     command = [sys.executable, __file__, *(["--every"] if every else [])]

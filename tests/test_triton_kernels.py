@@ -39,6 +39,8 @@ from torch import Tensor
 
 from mosaic.errors import RuntimeMemoryError, UnknownName
 from mosaic.kernels import load
+from mosaic.kernels.binding import Kernel
+from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import OPERATORS
 from mosaic.registrar.operators import operator as contract
 
@@ -111,6 +113,15 @@ def fill_outside(tensor: Tensor) -> None:
     whole(tensor)[outside(tensor)] = 121
 
 
+def on_card(case: Case) -> Kernel:
+    """The kernel that this card has for itself, where it serves, or else the plain one."""
+    major, minor = (0, 0) if INTERPRETED else torch.cuda.get_device_capability()
+    specs = {name: Spec(tuple(t.shape), name_of(t.dtype)) for name, t in (case.operands | case.outputs).items()}
+    first, *_ = contract(case.kernel).serving("cuda", specs, case.attrs, 10 * major + minor)
+    own = contract(case.kernel).implementation("cuda", first).capability is not None
+    return load(case.kernel, "cuda", first if own else None)
+
+
 def run(case: Case, device: str = "cpu", alias: dict[str, str] | None = None, **more: Any) -> dict[str, Tensor]:
     """Launch on copies; return outputs and updated operands, on the CPU; check that nothing else was written."""
     given = {name: moved(t, device) for name, t in case.operands.items()}
@@ -121,7 +132,7 @@ def run(case: Case, device: str = "cpu", alias: dict[str, str] | None = None, **
     for name in written:
         fill_outside(given[name])
     before = {name: whole(t).clone() for name, t in given.items()}
-    load(case.kernel, "cuda").launch(**given, **case.attrs, **more, scratch=scratch_for(case, device))
+    on_card(case).launch(**given, **case.attrs, **more, scratch=scratch_for(case, device))
     for name, tensor in given.items():
         same = (in_bytes(whole(tensor)) == in_bytes(before[name])).all(dim=1)
         allowed = ~outside(tensor) if name in written else torch.zeros_like(same)

@@ -1,4 +1,4 @@
-"""What a workspace hands to the pools of its ranges: pages, budgets, holes, and whether memory is touched at once."""
+"""A workspace's arguments for the pools of its ranges: pages, budgets, holes, and immediate population."""
 
 from __future__ import annotations
 

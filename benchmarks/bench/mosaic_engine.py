@@ -68,7 +68,7 @@ class MosaicEngine:
         return self.compiled.plan(self._inputs.tokens, masked=self._inputs.masked)
 
     def facts(self, step_s: float) -> dict[str, Any]:
-        """Return what was predicted, planned and measured, after the counted steps."""
+        """Return predicted, planned and measured figures, after the counted steps."""
         plan, memory = self.plan, self.compiled.memory()
         return {
             "driver_bytes": driver_bytes(self.cuda),

@@ -1,4 +1,4 @@
-"""Meters: a call that is repeated until the card's clock settles, and the average of what PyTorch's allocator holds."""
+"""Meters: a call that is repeated until the card's clock settles, and the average bytes in PyTorch's allocator."""
 
 from __future__ import annotations
 

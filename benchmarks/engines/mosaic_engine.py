@@ -21,7 +21,7 @@ class MeasuredEngine(MosaicEngine):
     settings: SpeedSettings
 
     def facts(self, step_s: float) -> dict[str, Any]:
-        """Return what was predicted, planned and measured, after the counted steps."""
+        """Return predicted, planned and measured figures, after the counted steps."""
         facts, plan, memory = super().facts(step_s), self.plan, self.compiled.memory()
         before = _allocations(self.cuda)
         self.step()
@@ -42,7 +42,7 @@ class MeasuredEngine(MosaicEngine):
         }
 
     def largest_context(self, cap_bytes: int, mask_ratio: float) -> dict[str, Any]:
-        """Return the planner's largest context: what it says, it runs."""
+        """Return the planner's largest context, which is then run."""
         planner = Planner(
             self.model, device=self.profile, budget=cap_bytes, host_budget=self.settings.host_budget
         )  # fmt: skip
@@ -53,7 +53,7 @@ class MeasuredEngine(MosaicEngine):
 def fixed_part(
     driver_bytes: int | None, committed: Mapping[str, int], components: Mapping[str, int]
 ) -> dict[str, int | None]:
-    """Return what the card shows beyond our pages (context, modules, libraries), and the bound that the plan declared."""
+    """Return the card's bytes beyond Mosaic's pages (context, modules, libraries), and the plan's bound of them."""
     pages = sum(size for name, size in committed.items() if name != "host")
     return {
         "fixed_bytes": None if driver_bytes is None else driver_bytes - pages,

@@ -1,4 +1,4 @@
-"""What a plan says of its launches: their shapes, and the average of what is alive, weighted by predicted time.
+"""A plan's launches: their shapes, and the average of live bytes, weighted by predicted time.
 No torch here.
 """
 
@@ -57,7 +57,7 @@ def op_seconds(records: PlanRecords, device: Device) -> list[float]:
             reads = {name: Spec(shapes[name], _dtype(records, op, name)) for name in op.operands if name in named}
             unsaid = {
                 name: 1 for name in rule.attrs.split() if "=" not in name
-            }  # plans leave out what costs alone need
+            }  # plans leave out attributes that only costs need
             launch = rule.work(**reads, **{**unsaid, **op.attrs})
             work = op.flops / float(
                 grid(np.array([float(launch.rate_rows)]), np.array([float(launch.rate_columns)]))[0]
@@ -73,7 +73,7 @@ def _dtype(records: PlanRecords, op: PlanOp, operand: str) -> str:
 def alive_by_plan(records: PlanRecords, device: Device) -> tuple[int, float]:
     """Return the peak of the activations a plan holds, and their average weighted by the predicted time of every op.
 
-    Activations are what lives in the workspace but for the slots of fetched weights.
+    Activations are all buffers of the workspace except the slots of fetched weights.
 
     Returns
     -------

@@ -33,10 +33,10 @@ BACKENDS: Final = {
 }
 _FUSED: Final = ("cudnn", "flash", "efficient")
 _MOST_TOKENS: Final = 16384
-"""Rates hardly change beyond; a longer timing would cost more than it tells."""
+"""Rates barely change beyond it, so a longer timing is not worth its time."""
 
 _KERNELS: Final = {"cudnn": ("cudnn", "sdpa"), "flash": ("flash_fwd",), "efficient": ("fmha_cutlass",)}
-"""What the names of a backend's kernels hold."""
+"""A substring of the names of a backend's kernels."""
 
 Choice = dict[str, Any]
 """`used`, `forced` (None: PyTorch's own choice), `default`, and `rates`: FLOP/s by backend, where they were measured."""
@@ -67,7 +67,7 @@ def default_backend(arch: Architecture, tokens: int, dtype: torch.dtype, device:
 
 
 def measure_backends(arch: Architecture, tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """Time the fused backends at this shape: FLOP/s by name, of those that take it."""
+    """Time the fused backends at this shape: FLOP/s by name, of the backends that support it."""
     tokens = min(tokens, _MOST_TOKENS)
     q = _operands(arch, tokens, dtype, device)
     flops = 4 * tokens * tokens * arch.attention.heads * arch.attention.head_size

@@ -1,4 +1,4 @@
-"""What a table measures beyond `benchmarks.bench`."""
+"""Measurements of a table beyond `benchmarks.bench`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMPILED: Final[Mapping[str, Mapping[str, Any]]] = {
     "reduce-overhead": {"dynamic": False, "mode": "reduce-overhead"},
     "dynamic": {"dynamic": True},
 }
-"""Ways to compile, and what each asks of `torch.compile`: for one size at a time, the same in CUDA graphs, for any size."""
+"""Modes, and the arguments of `torch.compile`: for one size at a time, the same in CUDA graphs, for any size."""
 ATTENTION: Final = ("fastest", "default", "cudnn", "flash", "efficient", "math")
 """How the PyTorch engines attend: the fastest backend of a timing on the same card, PyTorch's own choice, or one."""
 

@@ -58,11 +58,11 @@ class TunedEngine(TorchEngine):
     def _settle_on_attention(self, tokens: int) -> None:
         found = sdpa.choose(self.settings.attention, self.arch, tokens, self.transformer.dtype, self.device)
         if self._of_one_size:
-            torch.compiler.reset()  # what was compiled for another size, and the memory of its graphs
+            torch.compiler.reset()  # drop code for other sizes, and the memory of its graphs
         elif self._compiled and self._attention:
             found = sdpa.keep_unless_slower(self._attention, found)
             if found["used"] != self._attention["used"]:
-                torch.compiler.reset()  # what was traced keeps the backend it was traced with
+                torch.compiler.reset()  # traced code keeps the backend of its trace
         self._attention = found
 
     def step(self) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ class TunedEngine(TorchEngine):
             return super().step()
 
     def facts(self, step_s: float) -> dict[str, Any]:
-        """Return what the meters say after the counted steps, and the average of what is alive."""
+        """Return the meters' figures after the counted steps, and the average of live bytes."""
         found: dict[str, Any] = {"attention": dict(self._attention), **super().facts(step_s)}
         if step_s < _PROFILED_S:
             trace = profiled(self.step, cuda=self.cuda)

@@ -1,4 +1,4 @@
-"""What policies cost in quality, and why, of a trained model: each command writes its results' JSON to `--out`.
+"""The quality of a trained model under policies, and why it differs: each command writes its results' JSON to `--out`.
 
 python -m benchmarks.quality exact --model small --lengths 256,512,1k,2k --per-task 20
 python -m benchmarks.quality policies --policies exact,mage:ratio=1/16 --schedules dynamic,static:16
@@ -79,7 +79,7 @@ def exact(
     lengths: Annotated[str, typer.Option(help="Contexts of the retrieval tasks.")] = "256,512,1k,2k",
     per_cell: Annotated[int, typer.Option(help="Retrieval items per length and tenth of depth.")] = 1,
     per_task: Annotated[int, typer.Option(help="Items of every other task.")] = 20,
-    gen_length: Annotated[int | None, typer.Option(help="Tokens to generate; what each task needs by default.")] = None,
+    gen_length: Annotated[int | None, typer.Option(help="Tokens to generate; by default each task's need.")] = None,
     steps: o.Steps = None,
     block_length: o.BlockLength = None,
     temperature: o.Temperature = None,
@@ -137,7 +137,7 @@ def policies(
     policies: Annotated[
         str,
         typer.Option(
-            help="The first is what the others are compared with: exact,mage:ratio=1/16,quest:k=256:page=8,dc+,"
+            help="The others are compared with the first: exact,mage:ratio=1/16,quest:k=256:page=8,dc+,"
             "focus:alpha=1.2+dc+."
         ),
     ] = "exact,mage:ratio=1/16",
@@ -227,7 +227,7 @@ def _along(
     model: str, measured: Callable[..., dict[str, Any]], settings: Any, picture: Callable[[Result, str], bytes],
     tables: Callable[[Result], Iterator[Table]], out: Path | None, plot: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Measure a model along its own answers, on a CPU in float32, and write and print what was found."""
+    """Measure a model along its own answers, on a CPU in float32, and write and print the results."""
     check_targets([out, plot])
     if plot is not None and plot.suffix != ".png":
         raise UsageError(f"--plot writes PNG, got {plot}: give a name that ends in .png.")

@@ -1,4 +1,4 @@
-"""What a policy made of all items of a set, and how it differs from another."""
+"""A policy's answers to all items of a set, and its difference from another's."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Answers"]
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What one policy made of all items, in their order, and the seconds it took.
+    """One policy's answers to all items, in order, and its seconds.
 
     `exact` and `right` (the share of tokens right at their place) are judgements; `tokens` counts those of the answer with
     [EOS], `forwards` the steps behind the prefill. `decoded` are tokens that these decide, some behind an [EOS]. `processed` are
     those of its block that each computes in all layers, `again` those of the block before. `forced` are tokens of the answer that
-    were decided below the schedule's threshold, as a step decides one at least. These are empty where nobody has counted.
+    were decided below the schedule's threshold, as a step decides at least one. They are empty if not counted.
     """
 
     exact: list[bool]

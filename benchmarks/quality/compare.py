@@ -1,4 +1,4 @@
-"""Policies side by side: the same items with the same seeds under each, and what each differs from the first one by.
+"""Policies side by side: the same items with the same seeds under each, and the differences from the first policy.
 
 Every answer counts its forwards, since a policy that needs more of them is not faster for making each one cheaper, and the tokens
 that they compute in all layers, of which eviction and block caches leave some out.
@@ -37,7 +37,7 @@ ByTask: TypeAlias = "Mapping[str, GenerationConfig]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareSettings:
-    """Which items, under which policies and schedules.
+    """The items, policies and schedules.
 
     Parameters
     ----------
@@ -122,9 +122,9 @@ def compare(
     settings
         What to ask and how to decode.
     progress
-        Called with (what runs, answers done, answers in all).
+        Called with (name of the run, answers done, answers in all).
     keep
-        Called with the document after every policy: what has been found so far.
+        Called with the document so far, after every policy.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Which tokens of a block a step decides, and whether their importance tells: FOCUS's figures 2 to 4 and 13, and table 5.
+"""Whether importance predicts the tokens of a block that a step decides: FOCUS's figures 2 to 4 and 13, and table 5.
 
 Answers are decoded with all tokens computed. Their canvases go once more through the model in plain PyTorch, which shows queries
 and keys of the first two layers: importance is equation 2 of the paper, over the block or over its masked tokens, its delta
@@ -40,14 +40,14 @@ SIGNALS: Final = ("delta", "layer 1", "layer 0")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodabilitySettings:
-    """What is measured.
+    """The measurements.
 
     Parameters
     ----------
     alphas
         Of the evictions whose computed tokens are counted.
     preset
-        The readings of these evictions; those of importance are what is measured, too.
+        The readings of FOCUS; their importance is measured, too.
     tasks, lengths, items, seed
         As for `EstimationSettings`.
     options
@@ -194,7 +194,7 @@ class _Table:
         self._ordered += float((more > others).sum() + 0.5 * (more == others).sum())
 
     def figures(self) -> dict[str, Any]:
-        """Return what was noted."""
+        """Return the recorded figures."""
         return {
             "decoded": self.decoded, "masked": self.masked, "auc": self._ordered / self._pairs if self._pairs else None,
             "reached": self._reached / self._steps if self._steps else None,

@@ -50,7 +50,7 @@ BINS: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimationSettings:
-    """What is measured.
+    """The measurements.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ class Plain:
         self.values: list[Tensor] = list(self.keys)
 
     def prefill(self, tokens: Tensor) -> None:
-        """Forget what there was, and keep keys and values of whole blocks, int64 [P]."""
+        """Forget earlier keys, and keep keys and values of whole blocks, int64 [P]."""
         kv = self.architecture.attention.kv_heads, self.architecture.attention.head_size
         self.keys = [torch.empty(0, *kv) for _ in self.keys]
         self.values = [torch.empty(0, *kv) for _ in self.values]
@@ -104,7 +104,7 @@ class Plain:
             self.block(tokens[start : start + self.architecture.block], keep=True)
 
     def block(self, tokens: Tensor, *, keep: bool = False) -> tuple[list[Tensor], Tensor]:
-        """Forward the block behind what is kept, int64 [T].
+        """Forward the block after the kept keys, int64 [T].
 
         Returns
         -------
@@ -165,7 +165,7 @@ def canvases(prompt: Tensor, steps: Sequence[Decided], block: int, mask: int) ->
 def measures(
     q_TNH: Tensor, keys_PKH: Tensor, k: int, first: Tensor | None = None, pages: Sequence[int] = PAGES
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Compare sets of k keys with what every token would take for itself (equation 1).
+    """Compare sets of k keys with each token's own best set (equation 1).
 
     Parameters
     ----------
@@ -214,7 +214,7 @@ def _attention(q_TNH: Tensor, keys_PKH: Tensor) -> Tensor:
 
 
 def _bounds(q_TNH: Tensor, keys_PKH: Tensor, page: int) -> Tensor:
-    """What the product of a query with any key of a page is at most, a mean over query heads: [K, T, pages]."""
+    """The upper bound of a query's product with any key of a page, a mean over query heads: [K, T, pages]."""
     q_KGTH = _grouped(q_TNH, keys_PKH)
     paged = keys_PKH.view(-1, page, *keys_PKH.shape[1:])
     least, most = (extreme.permute(1, 2, 0)[:, None] for extreme in (paged.amin(1), paged.amax(1)))
@@ -298,7 +298,7 @@ def plain_of(model: CompiledModel, what: str) -> Plain:
     Raises
     ------
     UsageError
-        If it is not an SDAR: `what` is measured on these only.
+        If the model is no SDAR: `what` is measured on SDAR models only.
     """
     if not model.architecture.block or "model.layers.0.self_attn.q_norm.weight" not in model.weights():
         raise UsageError(f"{what} measured on SDAR models only: give small-sdar, or a checkpoint of its family.")
@@ -306,7 +306,7 @@ def plain_of(model: CompiledModel, what: str) -> Plain:
 
 
 class _Asked(Protocol):
-    """Which items are measured."""
+    """The measured items."""
 
     @property
     def tasks(self) -> Sequence[str]: ...

@@ -54,7 +54,7 @@ def evaluation_set(
     lengths
         Contexts of the tasks with a document, prompt and answer, in tokens.
     per_cell
-        Items per length and tenth of depth, for each of these tasks; `frequent` has as many, without a depth.
+        Items per length and tenth of depth, for each retrieval task; `frequent` has as many, without a depth.
     per_task
         Items of every other task.
     choosing
@@ -112,7 +112,7 @@ def _retrieval(rng: Random, task: str, length: int, depth: float) -> Item:
 
 
 def _gathering(rng: Random, task: str, length: int, depth: float) -> Item:
-    """A document with what is asked for, its first piece at `depth`, among other sources; some sentences state nothing."""
+    """A document with the answer's facts, the first at `depth`, among other sources; some sentences state nothing."""
 
     def size(text: str) -> int:
         return len(encode(text))

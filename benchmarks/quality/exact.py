@@ -29,14 +29,14 @@ SCHEMA: Final = "mosaic.quality/1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactSettings:
-    """Which items, and how they are decoded.
+    """The items, and how they are decoded.
 
     Parameters
     ----------
     tasks, lengths, per_cell, per_task, seed
         As for `evaluation_set`.
     options
-        Fields of `GenerationConfig`; without `gen_length` each task gets what its longest answer needs.
+        Fields of `GenerationConfig`; without `gen_length` each task gets the length of its longest answer.
     batch
         Prompts decoded together; the result does not depend on it, up to the numerics of the device.
     """

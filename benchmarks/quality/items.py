@@ -1,4 +1,4 @@
-"""What a question is, and how a text made of turns is written."""
+"""Questions, and texts made of turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONG_TASKS: Final = ("listing", "chain", "passage", "frequent")
 """Answers of 64 to 256 tokens, from many places of a document."""
 
 RESULT: Final = " Answer:"
-"""What follows it is the result; what precedes it, the visible working."""
+"""Separates the visible working from the result."""
 
 T = TypeVar("T")
 
@@ -33,9 +33,9 @@ class Turn:
     task
         Of `TASKS` or `LONG_TASKS`.
     question, answer
-        What is asked, without roles; the whole answer with its working, without [EOS].
+        The question, without roles; the whole answer with its working, without [EOS].
     keys
-        What `held_out` decides on; an evaluation turn has every key held out, a training turn none.
+        The keys for `held_out`; an evaluation turn has every key held out, a training turn none.
     """
 
     task: str

@@ -30,7 +30,7 @@ def png(result: Mapping[str, Any], title: str = "") -> bytes:
 
 
 def _figure(width: float, height: float) -> Any:
-    """An empty figure, of so many inches."""
+    """An empty figure of the given inches."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -39,7 +39,7 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _png_of(figure: Any, title: str) -> bytes:
-    """The figure under its title, without the version of what drew it."""
+    """The figure under its title, without matplotlib's version in the metadata."""
     if title:
         figure.suptitle(title, fontsize=10)
     content = io.BytesIO()

@@ -1,9 +1,9 @@
-"""What is compared: policies and schedules of steps, as a command line names them.
+"""The compared policies and schedules of steps, by their names on the command line.
 
 `exact`, `mage:ratio=1/16`, `flashblock:reuse_steps=4`, `focus:alpha=1.2`, `dc+`: a preset of attention or of eviction, or a block
 cache, then options of `SparseAttention`, of `PrefixReuse` (`reuse_steps`, `reuse_change`), of `Eviction`, or of `GenerationConfig`.
 `mage:ratio=1/16+focus:alpha=1.2+dc+`: several at once.
-`dynamic`, `dynamic:threshold=0.95`, `static:16`: tokens above a threshold, or so many steps a block.
+`dynamic`, `dynamic:threshold=0.95`, `static:16`: tokens above a threshold, or a number of steps per block.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OPTIONS: Final = {field: tuple(name for kind in kinds for name in kind.names())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """A policy as it was written, and what it sets of a `GenerationConfig`."""
+    """A policy's text, and the fields of a `GenerationConfig` that it sets."""
 
     name: str
     options: Mapping[str, Any]
@@ -89,7 +89,7 @@ def policy(text: str, longest: int) -> Policy:
 
 
 def _parts(text: str) -> list[str]:
-    """What stands between the pluses, of which one belongs to the name "dc+"."""
+    """The parts between the pluses; the plus of the name "dc+" is no separator."""
     parts = re.sub(r"(^|\+)dc\+(?=$|[:+])", r"\1dc#", text).split("+")
     return [part.replace("dc#", "dc+") for part in parts]
 

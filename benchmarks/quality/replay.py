@@ -1,7 +1,7 @@
 """Forced canvases: a policy's own decisions, step by step, on the canvases that another run went through.
 
 `recording` writes down what each step of a run decided. `forced` runs the same algorithm again, perhaps with other options;
-whatever a step of it decides is compared with the record and then replaced by it, so that both see the same tokens.
+each step's decisions are compared with the record and then replaced by it, so that both see the same tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Agreement", "Decided", "Records", "forced", "recording"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """What one step decided: positions int64 [M] of its open rows, tokens int64 [M], and bool [M], which were committed.
+    """The decisions of one step: positions int64 [M] of its open rows, tokens int64 [M], and bool [M], the committed.
 
     Of the tokens of its block it computed `computed` in all layers, and of the block before `again`.
     """
@@ -76,7 +76,7 @@ class Agreement:
 
 
 def recording(config: GenerationConfig, architecture: Architecture, records: Records) -> GenerationConfig:
-    """Return options that decode as `config` does, and write down what every step decides."""
+    """Return options that decode as `config` does, and record every step's decisions."""
 
     def keep(canvas: Canvas, step: Decided, result: StepResult) -> StepResult:
         records.setdefault(canvas.request, []).append(step)
@@ -88,7 +88,7 @@ def recording(config: GenerationConfig, architecture: Architecture, records: Rec
 def forced(
     config: GenerationConfig, architecture: Architecture, records: Records, agreements: dict[int, Agreement]
 ) -> GenerationConfig:
-    """Return options that go through the recorded canvases, and compare what every step would have decided."""
+    """Return options that go through the recorded canvases, and compare every step's decisions with the record."""
     place: dict[int, int] = defaultdict(int)
 
     def replay(canvas: Canvas, step: Decided, result: StepResult) -> StepResult:
@@ -109,7 +109,7 @@ def _watched(
     architecture: Architecture,
     outcome: Callable[[Canvas, Decided, StepResult], StepResult],
 ) -> GenerationConfig:
-    """The options' own algorithm; of every step that decides rows it gets what `outcome` makes of the result."""
+    """The options' own algorithm; it gets the result of every step that decides rows through `outcome`."""
     own = resolve(config, architecture)
     inner = algorithm_of(own)
 

@@ -27,7 +27,7 @@ TRIES: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What a document says of someone."""
+    """A document's statement about a person."""
 
     attribute: str
     name: str
@@ -40,7 +40,7 @@ class Fact:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What the split decides on."""
+        """The key for the split."""
         return self.attribute, self.name, self.value
 
 
@@ -210,5 +210,5 @@ def ask(first: Fact, second: Fact | None = None) -> Turn:
 
 
 def for_training(_: int, fact: Fact) -> bool:
-    """Accept what is not held out."""
+    """Accept items that are not held out."""
     return not held_out(*fact.key)

@@ -33,7 +33,7 @@ class Score:
     tokens
         Share of the expected tokens, [EOS] included, that are right at their place; 1 or 0 for a story.
     faults
-        What is wrong with a story.
+        The errors of a story.
     """
 
     item: Item

@@ -1,4 +1,4 @@
-"""What training may see and what only evaluation asks: a fixed hash of an item's key decides, whatever the seeds.
+"""The split into training and evaluation items: a fixed hash of an item's key decides, independent of seeds.
 
 The training stream draws a key again where `held_out` says so, and evaluation where it does not: no item can be in
 both, and whether a stream keeps to it is checked by the same rule.
@@ -20,7 +20,7 @@ def held_out(*key: str | int) -> bool:
     Parameters
     ----------
     key
-        What makes the item what it is: ("code", "Anna", "4821"), ("+", 285, 347).
+        The parts that identify the item: ("code", "Anna", "4821"), ("+", 285, 347).
 
     Examples
     --------

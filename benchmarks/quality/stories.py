@@ -1,4 +1,4 @@
-"""Simple stories whose people and things stay who and what they are, and the rules that say so.
+"""Simple stories whose people and things stay consistent, and the rules that check it.
 
 A story has seven sentences, each one of a few forms. `faults` reads a text back by the same forms: a sentence that fits
 none, or a name, pronoun, thing or place that changes, is a fault; any order of forms that keeps to the rules is right.
@@ -70,7 +70,7 @@ _QUESTION: Final = " Write a story about {hero}, {article} {adjective} {item} an
 
 
 def _fixed(hero: str, adjective: str, item: str, place: str) -> dict[str, str]:
-    """What a story's prompt decides."""
+    """The facts that a story's prompt fixes."""
     he, his = pronoun(hero)
     him = "her" if he == "she" else "him"
     article = "an" if adjective[0] in "aeiou" else "a"
@@ -113,7 +113,7 @@ def _unlike(hero: str, friend: str) -> str:
 
 
 def faults(question: str, text: str) -> list[str]:
-    """Return what is wrong with a story, sentence by sentence; empty if it is grammatical, consistent and complete.
+    """Return the errors of a story, sentence by sentence; empty if it is grammatical, consistent and complete.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What the commands of `benchmarks.quality` print of their results."""
+"""The printed output of the commands of `benchmarks.quality`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def estimation_tables(result: Result) -> Iterator[Table]:
 
 
 def decodability_tables(result: Result) -> Iterator[Table]:
-    """Yield the share of masked tokens that are decided by fifth of a signal's rank, and what each way of decoding computes."""
+    """Yield the share of masked tokens that are decided by fifth of a signal's rank, and the rows of each run."""
     signals = new_table("signal", "lowest fifth", "", "", "", "highest", "AUC", "of two")
     for name, row in result["signals"].items():
         shares = [f"{part / of:.1%}" if of else "" for part, of in zip(row["decoded"], row["masked"], strict=True)]

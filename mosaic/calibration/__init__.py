@@ -1,1 +1,1 @@
-"""Measuring a card: rates, bandwidths, launch times and fixed bytes, through the kernels that plans run."""
+"""Calibration of a card: rates, bandwidths, launch times and fixed bytes, measured with the kernels of plans."""

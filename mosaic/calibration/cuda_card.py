@@ -1,7 +1,7 @@
-"""The CUDA card of this machine as something to calibrate: its clock, its kernels, and what a process takes on it.
+"""The CUDA card of this machine for calibration: its clock, its kernels, and the fixed memory of a process.
 
-The fixed part is measured in a process of its own, which runs small models and waits; this one reads the device's
-counter before and meanwhile. Nothing else may start or end on the card during that time.
+The fixed part is measured with a separate process, which runs small models and waits; this one reads the device's
+counter before and meanwhile. No other process may start or end on the card during that time.
 """
 
 from __future__ import annotations
@@ -38,18 +38,6 @@ from mosaic.errors import MosaicError, RuntimeMemoryError
 from mosaic.kernels import load
 from mosaic.version import __version__
 
-__all__ = [
-    "DENSE",
-    "EXPERTS",
-    "CudaTimer",
-    "cuda_bench",
-    "hold_models",
-    "load_kernels",
-    "measure_fixed_part",
-    "run_model",
-    "warm_up",
-]
-
 _REPEATS: Final = range(3, 51)
 _WARM_UP_S: Final = 0.5
 _HELPER: Final = "from mosaic.calibration.cuda_card import hold_models; import sys; hold_models(sys.argv[1])"
@@ -62,9 +50,9 @@ EXPERTS: Final[dict[str, Any]] = {
     "num_experts": 8, "num_experts_per_tok": 2, "expert_intermediate_size": 512, "vocab_size": 4096,
     "mask_token_id": 4095, "torch_dtype": "bfloat16",
 }  # fmt: skip
-"""Configurations of the models whose steps are run, dense and with experts."""
+"""Configurations of the models whose steps are run: dense, and with experts."""
 _BATCHES: Final = ((64,), (2000,), (300, 500))
-"""Lengths of the sequences of each of their steps."""
+"""Lengths of the sequences in their steps."""
 
 
 _SETTLING: Final = 20_000
@@ -74,8 +62,8 @@ _SETTLING: Final = 20_000
 class CudaTimer:
     """A clock of CUDA events on a stream of its own.
 
-    One measurement repeats for `target_s`, three times at least. Before, it runs for `SETTLE` times as long, uncounted: a card at
-    its power limit clocks lower after a fraction of a second, as in a step.
+    One measurement repeats for `target_s`, at least three times. Before it, the calls run uncounted for `SETTLE` times
+    as long: a card at its power limit lowers its clock after a fraction of a second, as during a step.
     """
 
     SETTLE: ClassVar[int] = 3
@@ -108,7 +96,7 @@ class CudaTimer:
             return self._median(run) / len(calls)
 
     def _prepare(self, calls: Sequence[Call]) -> None:
-        """Let kernels be compiled, graphs be built and workspaces be taken."""
+        """Run until kernels are compiled, graphs built and workspaces allocated."""
         self._stream.wait_stream(torch.cuda.default_stream())  # operands are written there
         for call in dict.fromkeys(calls):
             call()
@@ -123,7 +111,7 @@ class CudaTimer:
         return statistics.median(self._seconds(run, repeats))
 
     def _seconds(self, run: Call, repeats: int) -> list[float]:
-        """Time repetitions that follow each other without a gap: a card that rests between them clocks higher."""
+        """Time repetitions without gaps between them: a card that rests in between raises its clock."""
         events = [_event() for _ in range(repeats + 1)]
         events[0].record()
         for event in events[1:]:
@@ -134,7 +122,7 @@ class CudaTimer:
 
 
 def cuda_bench(*, target_s: float) -> Bench:
-    """Open the first CUDA card that this process sees, warm; `RuntimeMemoryError` without one."""
+    """Open the first CUDA card that this process sees, warmed up; `RuntimeMemoryError` without one."""
     if not torch.cuda.is_available():
         raise RuntimeMemoryError(
             f"calibrating measures a CUDA card, and PyTorch {torch.__version__} sees none: run it on the machine with the "
@@ -154,11 +142,12 @@ def cuda_bench(*, target_s: float) -> Bench:
         load=lambda operator, implementation: load(operator, "cuda", implementation),
         pinned=lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True),
         free_bytes=_free_bytes,
+        capability=10 * properties.major + properties.minor,
     )
 
 
 def _free_bytes() -> int:
-    """By the driver's counter, with what PyTorch's allocator keeps but does not use given back first."""
+    """By the driver's counter, after emptying the cache of PyTorch's allocator."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
@@ -179,7 +168,7 @@ def _versions() -> dict[str, str]:
 
 
 def warm_up() -> None:
-    """Bring clocks and temperature to where a running model keeps them."""
+    """Bring clocks and temperature to the values of a running model."""
     x = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda:0")
     y = torch.empty_like(x)
     start, end = _event(), _event()
@@ -200,15 +189,15 @@ def _event() -> torch.cuda.Event:
 def measure_fixed_part(
     device: Device, *, free_bytes: Callable[[], int] = _free_bytes, helper: str = _HELPER, timeout_s: float = 120.0
 ) -> FixedPart:
-    """Let a process of its own load what a step loads, and read the device's counter before and meanwhile.
+    """Run a helper process that loads what a step loads, and read the device's counter before and meanwhile.
 
     Parameters
     ----------
     free_bytes
         Reads the counter.
     helper
-        Python code of the process. Its argument is the device's profile file; it prints what it holds as one line of JSON and
-        waits for the end of its input.
+        Python code of the process. Its argument is the device's profile file. It prints its bytes as one line of JSON
+        and waits for the end of its input.
 
     Raises
     ------
@@ -231,7 +220,7 @@ def measure_fixed_part(
                 meanwhile = free_bytes()
             finally:
                 limit.cancel()
-                process.communicate()  # closes its input, which lets it end
+                process.communicate()  # closes its input, which ends it
         if not answer:
             errors.seek(0)
             last = (errors.read().strip().splitlines() or ["it was stopped, or took too long"])[-1]
@@ -241,9 +230,9 @@ def measure_fixed_part(
 
 
 def hold_models(profile: str) -> None:
-    """Load kernels, run small models, print what of the process's memory is pages, and wait for the end of the input.
+    """Load kernels, run small models, print the bytes of the process that are pages, and wait for the end of the input.
 
-    The process that `measure_fixed_part` starts runs it.
+    It runs in the process that `measure_fixed_part` starts.
     """
     device = load_device(profile)
     load_kernels(cuda_bench(target_s=0.0))
@@ -265,7 +254,7 @@ def hold_models(profile: str) -> None:
 def run_model(
     models: ExitStack, config: dict[str, Any], device: Device, batches: Sequence[Sequence[int]] = _BATCHES
 ) -> int:
-    """Run steps of one model, which stays open, and give the bytes of its pages."""
+    """Run steps of one model, which stays open, and return the bytes of its pages."""
     from mosaic.runtime.compile import compile
 
     model = models.enter_context(compile(config, device=device))
@@ -276,7 +265,7 @@ def run_model(
 
 
 def load_kernels(bench: Bench) -> None:
-    """Load what takes most, whether models use it or not: cuBLAS, every attention, products of few rows, the fused unembedding."""
+    """Load the largest modules, used or not: cuBLAS, every attention, products of few rows, fused unembedding."""
     once = replace(bench, timer=_Once())
     sizes = replace(QUICK, rows=(128,), columns=(4096,), vocabulary=4096, attention=QUICK.attention[:1])
     launch_times(once, sizes)
@@ -288,10 +277,10 @@ def load_kernels(bench: Bench) -> None:
 
 
 class _Once:
-    """No clock: every call runs once, on the stream that steps run on, so that no other one gets workspaces."""
+    """No clock: every call runs once, on the stream of steps, so that no other stream gets workspaces."""
 
     def captured(self, calls: Sequence[Call]) -> float:
-        """Run the calls; the answer means nothing."""
+        """Run the calls; the returned seconds are meaningless."""
         for call in calls:
             call()
         return 1.0

@@ -1,6 +1,6 @@
-"""Measure a card and give its profile: rates by size, bandwidths, the time of a launch, fixed bytes.
+"""Measure a card and make its profile: rates by size, bandwidths, the time of a launch, fixed bytes.
 
-Everything goes through the kernels that a plan runs, one after the other as in a captured step, with weights beyond
+Everything is measured with the kernels of plans, one after the other as in a captured step, with weights that exceed
 the cache. The card, its clock and its kernels come from a `Bench`, so that all of it is tested without a GPU; the one
 for CUDA is in `cuda_card`.
 """
@@ -21,41 +21,21 @@ from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator as shipped
 from mosaic.units import MIB, format_bytes, round_up
 
-__all__ = [
-    "FULL",
-    "QUICK",
-    "Bench",
-    "Calibration",
-    "Call",
-    "FixedPart",
-    "Sizes",
-    "Timer",
-    "WrongResult",
-    "attention_rates",
-    "calibrate",
-    "few_rows_rates",
-    "gemm_rates",
-    "launch_times",
-    "link_rates",
-    "memory_bandwidth",
-    "unembed_rates",
-]
-
 Call: TypeAlias = Callable[[], object]
-"""One launch on operands that it holds."""
+"""One launch with its operands."""
 
 _LAUNCHES: Final = 200
 _CHECKED_ROWS: Final = 16
 _TOLERANCE: Final = 2**-5
-"""Of the largest value: probabilities and results are rounded to 8 bits, 2^-9 each; a wrong backend is off by all of it."""
+"""Relative to the largest value: probabilities and results are rounded to 2^-9 each; a wrong backend is off by 1."""
 _USABLE: Final = 0.9
 """Share of the free memory that operands may take."""
 _FIXED_MARGIN: Final = 16 * MIB + GRAPH_BYTES
-"""For what the helper process did not load: kernels of other shapes (some hundred KiB each), and captured graphs."""
+"""For modules that the helper did not load: kernels of other shapes (some hundred KiB each), and captured graphs."""
 
 
 class WrongResult(MosaicError):
-    """A kernel whose results differ from its reference's: its time means nothing."""
+    """A kernel whose results differ from its reference's, so that its time is meaningless."""
 
 
 class Timer(Protocol):
@@ -70,18 +50,20 @@ class Timer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """A card that can be measured.
+    """A card to measure.
 
     Parameters
     ----------
     device, backend
-        Where PyTorch puts tensors for it, and whose kernels run on it.
+        PyTorch's device of tensors, and the backend of its kernels.
     memory_bytes, cache_bytes
         Total by its driver, and the size of its last cache.
+    capability
+        Compute capability of a CUDA card, 90 for sm_90.
     versions
-        Of the packages it is measured with, by name.
+        Versions of the packages used, by name.
     load
-        Gives the module of an operator and, of several, an implementation.
+        Gives the module of an operator and, if it has several, an implementation.
     pinned
         Gives a number of bytes of pinned host memory, uint8.
     """
@@ -96,11 +78,12 @@ class Bench:
     load: Callable[[str, str | None], Any]
     pinned: Callable[[int], Tensor]
     free_bytes: Callable[[], int]
+    capability: int = 0
 
     def call(
         self, operator: str, tensors: Mapping[str, Tensor], attrs: Mapping[str, Any], implementation: str | None = None
     ) -> Call:
-        """Bind one launch, with the scratch that the plan would give it."""
+        """Bind one launch, with scratch as in a plan."""
         specs = {name: Spec(tuple(t.shape), dtype_name(t.dtype)) for name, t in tensors.items()}
         size = int(shipped(operator).scratch_bytes(self.backend, specs, attrs))
         scratch = torch.empty(size, dtype=torch.uint8, device=self.device) if size else None
@@ -122,8 +105,9 @@ class Bench:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is measured: GEMMs of `rows` x `columns` over `inner`, products of `few_rows` with twice `feed` columns, attention of
-    `heads` heads with at least `least_keys` keys, copies. `attention` are query rows times heads of a launch.
+    """The sizes to measure: GEMMs of `rows` x `columns` over `inner`, products of `few_rows` with twice `feed` columns,
+    attention of `heads` heads with at least `least_keys` keys, copies. `attention` are query rows times heads of a
+    launch.
     """
 
     rows: tuple[int, ...]
@@ -169,16 +153,16 @@ QUICK: Final = replace(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedPart:
-    """What a process takes on the device beside its pages, after it has run steps.
+    """The memory of a process on the device, except its pages, after it has run steps.
 
     Parameters
     ----------
     used_bytes
-        All that it takes, by the device's counter.
+        All of the process's bytes, by the device's counter.
     pages_bytes, library_bytes
-        Parts of it: pages of plans, and what PyTorch's allocator holds (workspaces of cuBLAS).
+        Parts of it: pages of plans, and memory of PyTorch's allocator (workspaces of cuBLAS).
     note
-        What could not be loaded, or empty.
+        Modules that could not be loaded, or empty.
     """
 
     used_bytes: int
@@ -189,7 +173,7 @@ class FixedPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The profile of a card, and what was measured beside it: bytes per second, seconds, and what was left out."""
+    """The profile of a card, and further measurements: bytes per second, seconds, and notes on what was left out."""
 
     device: Device
     link_to_device: float
@@ -209,19 +193,19 @@ def calibrate(
     sizes: Sizes = FULL,
     progress: Callable[[str], None] = lambda message: None,
 ) -> Calibration:
-    """Measure a card, and name its profile; `date` goes into the profile's `source`.
+    """Measure a card, and return its profile; `date` goes into the profile's `source`.
 
     Parameters
     ----------
     fixed_part
         Measures the fixed part, for the profile so far.
     progress
-        Is told what is being measured.
+        Called with the name of each measurement.
 
     Raises
     ------
     RuntimeMemoryError
-        If the card's memory is taken by others.
+        If other processes take the card's memory.
     WrongResult
         If no implementation of attention can be used.
     """
@@ -245,7 +229,8 @@ def calibrate(
         ) from None
     versions = ", ".join(f"{package} {version}" for package, version in bench.versions.items())
     device = Device(
-        name=name, backend=bench.backend, memory_bytes=bench.memory_bytes, bandwidth=_rounded(bandwidth),
+        name=name, backend=bench.backend, capability=bench.capability, memory_bytes=bench.memory_bytes,
+        bandwidth=_rounded(bandwidth),
         gemm_rates={columns: _rates(rates) for columns, rates in gemms.items()}, few_rows_rates=_rates(few),
         unembed_rates=_rates(unembeddings), sampled_unembed_rates=_rates(sampled),
         attention_rates={name: _rates(rates) for name, rates in attention.items()},
@@ -265,7 +250,7 @@ def calibrate(
 
 
 def _rounded(value: float) -> float:
-    """Four digits: no figure is measured to more."""
+    """Four digits, the precision of the measurements."""
     return float(f"{value:.4g}")
 
 
@@ -281,13 +266,13 @@ def launch_times(bench: Bench, sizes: Sizes) -> tuple[float, float]:
 
 
 _COLUMNS: Final = 1024
-"""Of the operands of the element-wise kernel."""
+"""Elements of the element-wise kernel's operands."""
 
 
 def memory_bandwidth(bench: Bench, sizes: Sizes, launch_s: float) -> float:
     """Measure bytes per second of the device's memory, read and written alike, by an element-wise kernel of a step.
 
-    Not by a copy: in a graph those are transfers of their own, which reach 2.8 TB/s on an H200 where kernels reach 4.
+    Not by a copy: in a graph copies are transfers, which reach 2.8 TB/s on an H200, while kernels reach 4.
     """
     rows = min(sizes.copy_bytes, bench.free_bytes() // 4) // (2 * _COLUMNS)
     gate, up = bench.random(rows, _COLUMNS), bench.random(rows, _COLUMNS)
@@ -311,8 +296,8 @@ def gemm_rates(
 ) -> dict[int, dict[int, float]]:
     """Measure FLOP/s of x[rows, inner] @ weight[columns, inner].T, by columns and rows.
 
-    Weights take turns, so that each comes from memory as in a step; x and y, just written there too, may be cached.
-    What the card cannot hold is left out, with a note.
+    Weights take turns, so that each is read from memory as in a step; x and y may be cached, as in a step. Sizes that
+    the card cannot hold are left out, with a note.
     """
     rates: dict[int, dict[int, float]] = {}
     for columns in sizes.columns:
@@ -335,7 +320,7 @@ def gemm_rates(
 
 
 def _copies(bench: Bench, elements: int) -> int:
-    """Return how many weights of this many 16-bit elements it takes not to meet one in the cache again."""
+    """Return the number of weights of this many 16-bit elements that exceed the cache together."""
     return max(1, -(-2 * bench.cache_bytes // (2 * elements)))
 
 
@@ -347,9 +332,9 @@ def _gemm_rate(bench: Bench, rows: int, weights: Sequence[Tensor], launch_s: flo
 
 
 def few_rows_rates(bench: Bench, sizes: Sizes, launch_s: float) -> dict[int, float]:
-    """Measure FLOP/s of a feed-forward's norm, gate, up and activation in one launch, by rows; none where they do not fit.
+    """Measure FLOP/s of a feed-forward's norm, gate, up and activation in one launch, by rows; none if they do not fit.
 
-    Weights take turns as those of GEMMs.
+    Weights take turns as for GEMMs.
     """
     copies = _copies(bench, 2 * sizes.feed * sizes.inner)
     if not bench.holds(4 * copies * sizes.feed * sizes.inner + (1 << 26)):
@@ -364,7 +349,7 @@ def few_rows_rates(bench: Bench, sizes: Sizes, launch_s: float) -> dict[int, flo
 
 
 def unembed_rates(bench: Bench, sizes: Sizes, launch_s: float, *, sampled: bool = False) -> dict[int, float]:
-    """Measure FLOP/s of the fused unembedding with statistics, or with samples too, by rows; none if the head does not fit."""
+    """Measure FLOP/s of the fused unembedding with statistics, or with samples, by rows; none if it does not fit."""
     if not bench.holds(2 * sizes.vocabulary * sizes.inner + (1 << 26)):
         return {}
     weight = bench.random(sizes.vocabulary, sizes.inner)
@@ -443,5 +428,5 @@ def _check_attention(operands: Mapping[str, Tensor], head_size: int, implementat
 
 
 def _work(seconds: float, launch_s: float) -> float:
-    """What is left of a launch's time for its work: `launch_s` is added again when times are predicted."""
+    """A launch's seconds without `launch_s`, which predictions add again."""
     return max(seconds - launch_s, seconds / 2)

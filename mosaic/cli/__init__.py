@@ -59,9 +59,9 @@ for command in (
 
 @cache
 def _command(commands: typer.Typer, name: str) -> Any:
-    """The commands as Click has them, or the one that is named alone: Typer takes some milliseconds for each.
+    """The commands as Click objects, or only the named one: Typer takes some milliseconds for each.
 
-    Without a callback of all commands, Typer takes a single one for the program itself, so they stay together.
+    Without a callback of all commands, Typer treats a single one as the program itself, so the callback is kept.
     """
     asked = [command for command in commands.registered_commands if getattr(command.callback, "__name__", "") == name]
     if asked and commands.registered_callback is not None:
@@ -71,7 +71,7 @@ def _command(commands: typer.Typer, name: str) -> Any:
 
 
 def main(commands: typer.Typer = app) -> None:
-    """Run the command line; errors of ours end as one line and their exit code."""
+    """Run the command line; Mosaic's errors end as one line and their exit code."""
     degrade_output()
     try:
         try:
@@ -95,5 +95,5 @@ def main(commands: typer.Typer = app) -> None:
 
 def _abandon_stdout() -> None:
     """Keep the interpreter from complaining when it flushes stdout at exit."""
-    with suppress(io.UnsupportedOperation):  # no descriptor where a caller captures what is printed
+    with suppress(io.UnsupportedOperation):  # no descriptor if a caller captures the output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -14,19 +14,17 @@ if TYPE_CHECKING:
     from mosaic.planner.planner import Planner
     from mosaic.planner.request import Request
 
-__all__ = ["Asked", "figures", "report_steps", "requests_of"]
-
 
 class Asked(SimpleNamespace):
-    """The options of a request that policies go by: those given, and None for every other."""
+    """The options of a request that policies use: the given ones, and None for all others."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 def requests_of(planner: Planner, ctx: str | None, attention: Options) -> dict[str, Request]:
-    """Return the steps of one block at the end of a context: exact, and the first of each kind: as the block's first, as one that
-    selects again where there are such, and as a later one."""
+    """Return the steps of one block at the end of a context: exact, and one of each kind of the policy: the block's
+    first, a later one that selects again (if any), and a later one that does not."""
     from mosaic.models.parts import KEPT, Commit
     from mosaic.models.phase import Phase
     from mosaic.models.policies.policy import BlockStep
@@ -60,8 +58,8 @@ def requests_of(planner: Planner, ctx: str | None, attention: Options) -> dict[s
 
 
 def figures(plans: dict[str, Plan]) -> dict[str, dict[str, float]]:
-    """Return of each step its predicted milliseconds and its bytes: in all, of states, and of what is selected, by what; and of
-    what is kept of the attention to a prefix."""
+    """Return each step's predicted milliseconds, and its bytes: in all, of states, of selections, of the data that
+    ranks keys, and of outputs kept over a prefix."""
     return {
         name: {
             "predicted_step_ms": plan.predicted_step_ms,
@@ -79,7 +77,7 @@ def _bytes(plan: Plan, *pools: str) -> int:
 
 
 def report_steps(found: dict[str, dict[str, float]], attention: Options, block: int) -> None:
-    """Print the steps side by side, and what a block of as many steps as tokens takes."""
+    """Print the steps side by side, and the time of a block with as many steps as tokens."""
     from mosaic.units import format_bytes
 
     kept, word = {"selection": "selected_bytes", "outputs": "reused_bytes"}, attention.adjective

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from mosaic.calibration.measure import Calibration
 
-__all__ = ["calibrate", "name_of"]
-
 _TARGET_S: Final = 0.12
 _QUICK_TARGET_S: Final = 0.03
 

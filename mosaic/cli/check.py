@@ -1,4 +1,4 @@
-"""`mosaic check`: prove a plan file with the independent checker, and say what no file proves."""
+"""`mosaic check`: prove a plan file with the independent checker, and list claims that no file proves."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from mosaic.cli.output import print_json, results
 if TYPE_CHECKING:
     from mosaic.planner.check import Unproved
     from mosaic.planner.plan import Plan
-
-__all__ = ["check"]
 
 
 def check(
@@ -64,7 +62,7 @@ def _print(*lines: str) -> None:
 
 
 def _proved(plan: Plan) -> Sequence[str]:
-    """What a valid file proves, in a line each."""
+    """The proved claims of a valid file, one per line."""
     from mosaic.units import format_bytes
 
     ops, buffers = len(plan.records.ops), len(plan.records.buffers)
@@ -87,7 +85,7 @@ def _not_proved(unproved: Sequence[Unproved], model: str | None) -> Sequence[str
 
 
 def _differences(plan: Plan, model: str) -> list[tuple[str, str]]:
-    """Fields in which a file and the plan that this version makes of the same request differ."""
+    """Fields in which a file and this version's plan of the same request differ."""
     again = _plan_again(plan.document, model)
     given, made = plan.document, again.document
     return [
@@ -104,7 +102,7 @@ def _short(value: Any) -> str:
 
 
 def _plan_again(document: Mapping[str, Any], model: str) -> Plan:
-    """Plan what a file says was asked for: one sequence of a full step, as `mosaic plan` asks for it."""
+    """Plan the request of a file again: one sequence of a full step, as `mosaic plan` does."""
     from mosaic.errors import UsageError
     from mosaic.models import load
     from mosaic.planner import Planner

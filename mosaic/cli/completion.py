@@ -1,8 +1,6 @@
-"""Names that a shell completes: `mosaic --install-completion` teaches it to ask."""
+"""Shell completion of names; `mosaic --install-completion` enables it."""
 
 from __future__ import annotations
-
-__all__ = ["device_names", "model_names", "solver_names"]
 
 
 def device_names(incomplete: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The options of `GenerationConfig` as commands take them. None, where an option is left out, is the algorithm's own."""
+"""The options of `GenerationConfig` on the command line. None is the algorithm's default."""
 
 from __future__ import annotations
 
@@ -8,13 +8,6 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from mosaic.cli.completion import device_names
-
-__all__ = [
-    "Ahead", "Alg", "AlgTemp", "Algorithm", "Attention", "BlockCache", "BlockCommit", "BlockLength", "Budget",
-    "Cache", "CfgScale", "DType", "EditThreshold", "Eps", "Eviction", "Factor", "MaxPostSteps", "MinimalTopK",
-    "Remasking", "RopeScaling", "SmallBlockLength", "Steps", "Temperature", "Threads", "Threshold", "TopK", "TopP",
-    "Where", "given",
-]  # fmt: skip
 
 Steps: TypeAlias = Annotated[
     int | None, typer.Option(help="Denoising steps in all; of each block for block-diffusion models.")
@@ -95,12 +88,12 @@ Where: TypeAlias = Annotated[
 
 
 def given(context: typer.Context) -> dict[str, Any]:
-    """Return the options of a command that `GenerationConfig` takes and that were given, those of policies read.
+    """Return the given options that `GenerationConfig` takes, with those of policies parsed.
 
     Raises
     ------
     UsageError
-        If there is no such policy, or an option of it cannot be.
+        If there is no such policy, or one of its options is invalid.
     """
     from mosaic.decoding.config import GenerationConfig
     from mosaic.models.policies.registry import KINDS, options_of

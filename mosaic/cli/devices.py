@@ -1,4 +1,4 @@
-"""`mosaic devices`: the built-in profiles, and which of them would do for a request."""
+"""`mosaic devices`: the built-in profiles, and which of them fit a request."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from mosaic.devices import Device
     from mosaic.models import Model
     from mosaic.planner import Request
-
-__all__ = ["devices", "profile"]
 
 
 def devices(
@@ -39,7 +37,7 @@ def devices(
     dtype: Annotated[str | None, typer.Option(help="Override the checkpoint's dtype.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """List the devices; with --fits, only the ones that would do. Exit code 3 when none would."""
+    """List the devices; with --fits, only those that fit the request. Exit code 3 when none fits."""
     request = (model, ctx, seq_lens, mask_ratio, masked, budget, host_budget, dtype)
     if fits:
         rows = _fitting(read_model(model, dtype), read_request(ctx, seq_lens, mask_ratio, masked), budget, host_budget)

@@ -1,4 +1,4 @@
-"""`mosaic plan --eviction`: a step of blocks over kept keys, whole, and cut into two graphs, the second of several sizes."""
+"""`mosaic plan --eviction`: blocks over kept keys, whole, and cut into two graphs, the second in several sizes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner
     from mosaic.planner.request import Request
-
-__all__ = ["block_of", "cut_of", "figures", "pays_up_to", "report_graphs"]
 
 
 def block_of(planner: Planner, ctx: str | None, seq_lens: str | None) -> Request:
@@ -35,7 +33,7 @@ def block_of(planner: Planner, ctx: str | None, seq_lens: str | None) -> Request
 
 
 def cut_of(planner: Planner, step: Request, eviction: Options, block_cache: str | None) -> tuple[Request, Request]:
-    """Return a step of blocks whole and with eviction; by a block cache's name, over windows of tokens that stand apart."""
+    """Return a step of blocks whole and with eviction; with a block cache, over windows of non-adjacent tokens."""
     from dataclasses import replace
 
     from mosaic.models.policies.block_cache import BLOCK_CACHES
@@ -55,7 +53,7 @@ def cut_of(planner: Planner, step: Request, eviction: Options, block_cache: str 
 
 
 def figures(whole: Plan, graphs: list[Plan]) -> dict[str, dict[str, float]]:
-    """Return of each graph the tokens that it computes, its predicted milliseconds and its bytes."""
+    """Return, for each graph, its tokens, predicted milliseconds and bytes."""
     return {
         name: {
             "tokens": plan.dims.get("kept", plan.dims["tokens"]),
@@ -71,7 +69,7 @@ def _name(plan: Plan) -> str:
 
 
 def pays_up_to(found: dict[str, dict[str, float]]) -> int:
-    """Return how many tokens a step may keep and still take less time than a whole one; 0: it never does."""
+    """Return the most tokens that a cut step may keep and still be faster than the whole step; 0: it never is."""
     from mosaic.planner import cut_steps
 
     suffixes = {int(row["tokens"]): row["predicted_ms"] for name, row in found.items() if name.startswith("suffix")}
@@ -79,8 +77,8 @@ def pays_up_to(found: dict[str, dict[str, float]]) -> int:
 
 
 def report_graphs(found: dict[str, dict[str, float]], eviction: Options) -> None:
-    """Print the graphs side by side, what a step takes that keeps as many tokens as each second graph has room for, and whether
-    that is less than a whole one."""
+    """Print the graphs side by side, the time of a step that keeps as many tokens as each second graph has room for,
+    and whether that is less than the whole step's."""
     from mosaic.units import format_bytes
 
     table = new_table("graph", "tokens", "predicted", "step", "in all")

@@ -1,4 +1,4 @@
-"""Write a plan in the formats others read. All are rendered before the first is written."""
+"""Write a plan in other formats. All are rendered before the first is written."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from mosaic.files import is_replaceable, write_atomic
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["check_targets", "export", "report", "say_written"]
-
 Document = Mapping[str, Any]
 
 
 def check_targets(targets: Iterable[Path | None]) -> None:
-    """Refuse files that could not be written, before any work is done for them, and one that is named twice."""
+    """Refuse output files that cannot be written or are named twice, before any work is done for them."""
     seen: set[str] = set()
     for path in targets:
         if path is None:
@@ -39,7 +37,7 @@ def check_targets(targets: Iterable[Path | None]) -> None:
 
 
 def export(document: Document, targets: Mapping[str, Path | None]) -> None:
-    """Render `document` for every target that is given, then write the files whole and say so; if one fails, none is left."""
+    """Render `document` for every given target, then write the files and report them; if one fails, none is left."""
     rendered = [(path, _rendered(document, kind)) for kind, path in targets.items() if path is not None]
     written: list[Path] = []
     try:
@@ -76,7 +74,7 @@ def report(
 
 
 _ENDINGS: Mapping[str, str] = {"html": ".html", "png": ".png", "trace": ".perfetto.json", "snapshot": ".pickle"}
-"""Kind of file -> what `mosaic.viz.save` knows it by."""
+"""Kind of file -> its name in `mosaic.viz.save`."""
 
 
 def _rendered(document: Document, kind: str) -> str | bytes:

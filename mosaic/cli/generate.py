@@ -1,4 +1,4 @@
-"""`mosaic generate`: text from a prompt, its canvas filling in while one watches."""
+"""`mosaic generate`: text from a prompt, with a live view of the canvas."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from mosaic.runtime.steps import StepRunner
 
     View: TypeAlias = LiveView | Lines
-
-__all__ = ["generate"]
 
 
 def generate(
@@ -99,7 +97,7 @@ def generate(
     if tokenizer is None:
         note(
             f"{described.name} has random weights and no tokenizer: the bytes of the prompt stand for tokens, "
-            "token ids are printed, and what it writes is noise."
+            "token ids are printed, and the output is noise."
         )
     job = _Job(
         model=described, tokenizer=tokenizer, prompt_ids=prompt_ids, asked=config,
@@ -121,7 +119,7 @@ def generate(
 
 
 def _of_one_request(config: GenerationConfig) -> GenerationConfig:
-    """The same options for a request that is alone, where policies do not say how many are expected to share a step."""
+    """The options for a request that is alone, if policies do not state how many requests share a step."""
     from mosaic.models.policies.policy import Options
     from mosaic.models.policies.registry import KINDS
 
@@ -191,7 +189,7 @@ def _outlook(job: _Job) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """All that a run needs; `config` is what was asked for with the algorithm's own defaults."""
+    """The inputs of a run; `config` has the requested options and the algorithm's defaults."""
 
     model: Model
     tokenizer: Tokenizer | None
@@ -210,7 +208,7 @@ class _Job:
 def _decode(
     job: _Job, *, view: Callable[[_Job, Record], View] | None = None, streamer: TextStreamer | None = None
 ) -> tuple[Generation, Record, float]:
-    """Load the model and generate; also the record of the steps and the seconds that loading took."""
+    """Load the model and generate; return the text, the record of the steps and the seconds of loading."""
     import torch
 
     from mosaic.cli.live import Record
@@ -249,7 +247,7 @@ def _decode(
 
 
 def _too_long(runner: StepRunner, job: _Job, misfit: DoesNotFit) -> DoesNotFit:
-    """Say which prompt would fit."""
+    """Raise an error that states the longest prompt that fits."""
     from mosaic.decoding.algorithms import shapes
 
     def fits(tokens: int) -> bool:
@@ -280,7 +278,7 @@ def _live_view(job: _Job, record: Record) -> View:
 
 
 def _texts(tokenizer: Tokenizer | None) -> Callable[[Sequence[int]], list[str]]:
-    """What tokens are shown as on the canvas: special ones too, and numbers where there is no tokenizer."""
+    """The text of tokens on the canvas: special ones too, and numbers without a tokenizer."""
     from mosaic.decoding.text import token_texts
 
     if tokenizer is None:
@@ -289,7 +287,7 @@ def _texts(tokenizer: Tokenizer | None) -> Callable[[Sequence[int]], list[str]]:
 
 
 def _totals(config: GenerationConfig, prompt_tokens: int) -> tuple[int, int]:
-    """Steps and blocks that there will be; 0 where it depends on the model's confidence."""
+    """The expected numbers of steps and blocks; 0 if they depend on the model's confidence."""
     from mosaic.decoding.config import ALGORITHMS
 
     length = config.block_length
@@ -310,18 +308,18 @@ def _lines(job: _Job, record: Record) -> View:
 
 
 def _is_drawn() -> bool:
-    """Whether stdout is a terminal that can be drawn in; without colour every state still has its cue."""
+    """Whether stdout is a terminal to draw in; without colour every state still has its cue."""
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 class _Shown:
-    """A tokenizer as `TextStreamer` wants it, for terminals: nothing it decodes drives them."""
+    """A tokenizer for `TextStreamer` in terminals, whose decoded text has no control sequences."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return text that is safe to print; numbers where there is no tokenizer."""
+        """Return text that is safe to print; numbers without a tokenizer."""
         if self._tokenizer is None:
             return "".join(f"{token} " for token in token_ids)
         from mosaic.viz.canvas_picture import printable
@@ -330,7 +328,7 @@ class _Shown:
 
 
 def _text(job: _Job, found: Generation, *, terminal: bool) -> str:
-    """The final text. An answer in a chat loses the space that templates put before it."""
+    """The final text. In a chat, the leading space of the answer's template is dropped."""
     from mosaic.viz.canvas_picture import printable
 
     ids = found.token_ids.tolist()
@@ -348,7 +346,7 @@ def _write(text: str) -> None:
 
 
 def _document(job: _Job, found: Generation, record: Record, loaded: float) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The document of `--json`."""
     return {
         "model": job.model.name,
         "config": asdict(job.config),

@@ -1,4 +1,4 @@
-"""What is shown while text is generated: the canvas in a terminal, a line now and then elsewhere, and the record."""
+"""The display during generation: the canvas in a terminal, progress lines elsewhere, and the record."""
 
 from __future__ import annotations
 
@@ -18,25 +18,23 @@ if TYPE_CHECKING:
     from mosaic.decoding.streaming import Step
     from mosaic.viz.canvas_picture import CanvasTracker
 
-__all__ = ["Lines", "LiveView", "Record"]
-
 _PICTURE_SECONDS: Final = 1 / 12
 _LINE_SECONDS: Final = 5.0
 _LINES_AROUND: Final = 6
-"""Of the terminal, beside the text: the panel's border, the legend, the cursor."""
+"""Columns and lines of the terminal beside the text: the panel's border, the legend, the cursor."""
 
 Clock = Callable[[], float]
 
 
 class Record:
-    """Every step in numbers, for `--json` and the closing line."""
+    """The numbers of every step, for `--json` and the closing line."""
 
     def __init__(self, *, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
         self._began = self._last = clock()
         self.steps: list[dict[str, Any]] = []
         self.plans: dict[str, dict[str, Any]] = {}
-        """The plan that takes the most, by phase."""
+        """The plan with the most memory, by phase."""
 
     def __call__(self, step: Step) -> None:
         self._last, plan = self._clock(), step.plan
@@ -64,7 +62,7 @@ class Record:
 
     @property
     def peak_bytes(self) -> int:
-        """Of all plans that were in force."""
+        """The largest peak of all plans used."""
         return max((int(plan["peak_bytes"]) for plan in self.plans.values()), default=0)
 
     def summary(self, tokens: int) -> str:
@@ -78,9 +76,9 @@ class Record:
 
 
 class LiveView:
-    """Draws the canvas in a terminal, at most twelve times a second, and takes it away in the end.
+    """Draws the canvas in a terminal, at most twelve times a second, and clears it at the end.
 
-    `steps` and `blocks` are how many there will be; 0: unknown.
+    `steps` and `blocks` are the expected numbers; 0: unknown.
     """
 
     def __init__(
@@ -114,7 +112,7 @@ class LiveView:
             self._live.stop()
 
     def __call__(self, step: Step) -> None:
-        """Take a step's commits; draw if it is time, or all is done."""
+        """Record a step's commits; draw if it is time, or at the end."""
         self._tracker.take(step)
         if self._live is None or (step.masked and self._clock() - self._drawn < _PICTURE_SECONDS):
             return
@@ -127,7 +125,7 @@ class LiveView:
 
 
 class Lines:
-    """A line on stderr every few seconds, for generations that take long where there is no terminal to draw in."""
+    """A progress line on stderr every few seconds, for long generations without a terminal to draw in."""
 
     def __init__(self, record: Record, *, clock: Clock = time.perf_counter) -> None:
         self._record, self._clock, self._said = record, clock, clock()
@@ -141,7 +139,7 @@ class Lines:
         sys.stderr.flush()
 
     def __call__(self, step: Step) -> None:
-        """Say how far it is, if it is time."""
+        """Print the progress, if it is time."""
         now = self._clock()
         if now - self._said < _LINE_SECONDS:
             return

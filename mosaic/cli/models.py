@@ -8,8 +8,6 @@ import typer
 
 from mosaic.cli.output import new_table, print_json, results
 
-__all__ = ["models"]
-
 
 def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False) -> None:
     """List the models that can be planned without any file."""

@@ -1,4 +1,4 @@
-"""What a generation will take, said before it starts where that is long or more than the machine has."""
+"""Warnings before a generation that is long or exceeds the machine's memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from mosaic.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
 
-__all__ = ["LARGE", "available_bytes", "outlook"]
-
 LARGE: Final = 500_000_000
-"""Parameters of a model from which on a generation is worth a word before it starts."""
+"""Parameters of a model from which on warnings are given."""
 LONG_S: Final = 60.0
 
 
@@ -23,7 +21,7 @@ def outlook(plan: Plan, steps: int, *, memory: int | None = None) -> list[str]:
     Parameters
     ----------
     steps
-        How many steps there may be.
+        The most steps.
     memory
         Bytes that the machine can give, if the plan lives in its memory; None: unknown.
 
@@ -31,7 +29,7 @@ def outlook(plan: Plan, steps: int, *, memory: int | None = None) -> list[str]:
     --------
     >>> from mosaic.planner import plan
     >>> outlook(plan("llada-8b", tokens=160, device="cpu"), 128, memory=8 << 30)[0]
-    'llada-8b takes 15.01 GiB on cpu, and this machine has 8.00 GiB to give: it will swap, or be stopped.'
+    'llada-8b takes 14.95 GiB on cpu, and this machine has 8.00 GiB to give: it will swap, or be stopped.'
     """
     found = []
     if memory is not None and plan.total_bytes > memory:
@@ -50,7 +48,7 @@ def outlook(plan: Plan, steps: int, *, memory: int | None = None) -> list[str]:
 
 
 def available_bytes() -> int | None:
-    """Return the memory that this machine can give without swapping, as Linux tells it; None elsewhere."""
+    """Return the memory that this machine can give without swapping, as Linux reports it; None elsewhere."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):

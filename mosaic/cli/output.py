@@ -1,4 +1,4 @@
-"""Where results and messages go: stdout for results, stderr for the rest, no colour where none is wanted."""
+"""Output of results to stdout and of messages to stderr, with colour only where it is wanted."""
 
 from __future__ import annotations
 
@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = [
-    "degrade_output",
-    "is_unicode",
-    "new_table",
-    "note",
-    "noted_warnings",
-    "print_json",
-    "report_plan",
-    "results",
-]
-
 
 _PLAIN: Final[Mapping[str, str]] = {
     "\N{MULTIPLICATION SIGN}": "x", "\N{EN DASH}": "-", "\N{EM DASH}": "-", "\N{BLACK UP-POINTING TRIANGLE}": "^",
@@ -41,7 +30,7 @@ _BLOCKS: Final = range(0x2580, 0x25A0)
 
 
 def degrade_output() -> None:
-    """Let stdout and stderr print what is nearest where their encoding lacks a character, instead of failing."""
+    """Make stdout and stderr print the nearest character, instead of failing, if their encoding lacks one."""
     codecs.register_error("mosaic", _nearest)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -70,7 +59,7 @@ def is_unicode() -> bool:
 
 @cache
 def results() -> Console:
-    """Return the console for results; 120 columns where stdout is no terminal. `NO_COLOR` is respected by rich."""
+    """Return the console for results; 120 columns if stdout is no terminal. rich respects `NO_COLOR`."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=False)
@@ -87,13 +76,13 @@ def new_table(first: str, *others: str) -> Table:
 
 
 def note(message: str) -> None:
-    """Write a remark, which is no result, to stderr."""
+    """Write a remark to stderr; it is no result."""
     print(f"mosaic: {message}", file=sys.stderr)
 
 
 @contextmanager
 def noted_warnings() -> Iterator[None]:
-    """Show what Mosaic warns of as remarks, each once, without the line of ours that it comes from."""
+    """Show Mosaic's warnings as remarks, each once, without the source line."""
     with warnings.catch_warnings():
         shown = warnings.showwarning
 
@@ -109,7 +98,7 @@ def noted_warnings() -> Iterator[None]:
 
 
 def report_plan(document: Mapping[str, Any], as_json: bool, explain: bool) -> None:
-    """Print a plan as JSON, or as the summary, with its explanation if asked for."""
+    """Print a plan as JSON, or as the summary, with its explanation if requested."""
     if as_json:
         print_json(document)
         return
@@ -122,5 +111,5 @@ def report_plan(document: Mapping[str, Any], as_json: bool, explain: bool) -> No
 
 
 def print_json(value: Any) -> None:
-    """Print a document: the only thing on stdout under `--json`."""
+    """Print a document; under `--json` nothing else is printed to stdout."""
     sys.stdout.write(json.dumps(value, ensure_ascii=not is_unicode(), indent=1) + "\n")

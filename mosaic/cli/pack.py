@@ -12,8 +12,6 @@ from mosaic.cli.completion import solver_names
 from mosaic.cli.output import note, print_json, results
 from mosaic.errors import MosaicError, UsageError
 
-__all__ = ["pack"]
-
 
 def pack(
     file: Annotated[

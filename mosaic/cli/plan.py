@@ -18,8 +18,6 @@ from mosaic.errors import UsageError
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
 
-__all__ = ["plan"]
-
 
 def plan(
     context: typer.Context,
@@ -88,7 +86,7 @@ def plan(
     targets = {"json": out, "html": html, "png": png, "trace": trace, "snapshot": snapshot}
     check_targets(targets.values())
     described = scaled(read_model(model, dtype), rope_scaling)
-    with collector_paused():  # to the end, or what planning has made is looked through while it is shown
+    with collector_paused():  # to the end, or the collector traverses the planner's objects during the output
         planner = Planner(
             described, device=device, budget=budget, host_budget=host_budget, batch_invariant=batch_invariant,
         )  # fmt: skip
@@ -137,7 +135,7 @@ def plan(
 
 
 def _options(kind: str, text: str | None) -> Any:
-    """What is asked for of a policy, if anything is: a plan without imports none."""
+    """The parsed options of policies, if any are given; a plan without policies imports none."""
     if text is None:
         return None
     from mosaic.models.policies.registry import options_of

@@ -1,4 +1,4 @@
-"""From options to a planner and a request, and what else commands ask for alike."""
+"""Parse options into a planner and a request; shared by several commands."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from mosaic.planner import Planner, Request
     from mosaic.planner.plan import Plan
 
-__all__ = ["own_dtype", "read_model", "read_plan", "read_request", "require_torch", "scaled"]
-
 
 def read_model(model: str | None, dtype: str | None) -> Model:
     """Return the model that `--model` and `--dtype` describe."""
@@ -27,7 +25,7 @@ def read_model(model: str | None, dtype: str | None) -> Model:
 
 
 def scaled(model: Model, rope_scaling: str | None) -> Model:
-    """Return the model that `--rope-scaling` makes of one."""
+    """Return a model with the rotary scaling of `--rope-scaling`."""
     if rope_scaling is None:
         return model
     kind, _, factor = rope_scaling.partition(":")
@@ -41,7 +39,7 @@ def scaled(model: Model, rope_scaling: str | None) -> Model:
 
 
 def read_plan(file: Path) -> Plan:
-    """Read a plan file and check it, so that no figure of a damaged plan is shown.
+    """Read a plan file and check it, so that no figure of an invalid plan is shown.
 
     Raises
     ------
@@ -63,9 +61,9 @@ def read_plan(file: Path) -> Plan:
 
 
 def own_dtype(model: str, device: str) -> str | None:
-    """Return the dtype that a command runs a model in by default; None: the checkpoint's.
+    """Return a command's default dtype for a model; None: the checkpoint's.
 
-    The small models run in float32 on a CPU, where products of 16-bit operands take longer: they are converted tile by tile.
+    The small models run in float32 on a CPU, because 16-bit operands are converted tile by tile, which is slower.
     """
     from mosaic.devices import load_device
     from mosaic.models.shipped import SHIPPED
@@ -104,7 +102,7 @@ def read_request(
 
 
 def require_torch(purpose: str) -> None:
-    """Say which extra to install, before anything is imported or started."""
+    """Name the extra to install, before anything is imported or started."""
     from importlib.util import find_spec
 
     if find_spec("torch") is None:

@@ -10,8 +10,6 @@ import typer
 from mosaic.cli.output import report_plan
 from mosaic.cli.request import read_plan
 
-__all__ = ["show"]
-
 
 def show(
     file: Annotated[Path, typer.Argument(help="A plan's JSON.", metavar="PLAN.JSON")],

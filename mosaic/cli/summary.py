@@ -1,4 +1,4 @@
-"""A plan as people read it: components, chunks, time, headroom, and what is alive at the peak."""
+"""The summary of a plan: components, chunks, time, headroom, and the live buffers at the peak."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from rich.text import Text
 from mosaic.units import format_bytes, format_seconds, format_tokens
 from mosaic.viz.profile import largest_live, peak_index
 from mosaic.viz.text import text_timeline
-
-__all__ = ["comparison", "explanation", "print_plan"]
 
 _COMPONENTS = (
     ("context and libraries", ("context", "library")),

@@ -6,8 +6,6 @@ tiles of key rows under an online softmax in float32 (float64 for float64). Lege
 heads, K KV heads, H size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -19,24 +17,11 @@ from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 from mosaic.registrar.tiles import KEY_ROWS
 
-__all__ = ["bind", "launch", "reference"]
-
 
 def bind(
-    *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    y: Tensor,
-    sees: Tensor | None = None,
-    head_size: int,
-    scale: float,
-    span: int = 0,
-    block: int = 0,
-    row_start: int = 0,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, y: Tensor, sees: Tensor | None = None, head_size: int,
+    scale: float, span: int = 0, block: int = 0, row_start: int = 0, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Write the attention of the query rows into y [T, N*H]; `cu_seqlens` is read on the host; y may be q itself."""
     rows = q.shape[0]
     heads, kv_heads = q.shape[1] // head_size, k.shape[1] // head_size
@@ -104,18 +89,9 @@ def _key_tiles(
 
 
 def reference(
-    *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    sees: Tensor | None = None,
-    head_size: int,
-    scale: float,
-    span: int = 0,
-    block: int = 0,
-    row_start: int = 0,
-) -> Tensor:
+    *, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sees: Tensor | None = None, head_size: int, scale: float,
+    span: int = 0, block: int = 0, row_start: int = 0,
+) -> Tensor:  # fmt: skip
     """Return the attention in plain PyTorch, with whole score matrices."""
     y = torch.empty_like(q)
     heads, kv_heads = q.shape[1] // head_size, k.shape[1] // head_size

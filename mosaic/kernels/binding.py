@@ -1,9 +1,7 @@
-"""Binding a launch: its operands are compared with what the operator's record says, once, and never again when it runs.
+"""Binding a launch: its operands are compared with the operator's record once, not again when it runs.
 
-Kernels check nothing. Who launches one goes through `Kernel`, or through a plan that the runtime binds.
+Kernels check nothing: launch them through `Kernel`, or through a plan that the runtime binds.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
@@ -16,8 +14,6 @@ from torch import Tensor
 from mosaic.errors import GraphError, RuntimeMemoryError, UsageError
 from mosaic.registrar.operands import Operand, Spec, parse
 from mosaic.registrar.operator import Implementation, Operator
-
-__all__ = ["Kernel", "check", "kernel_of", "launcher_of", "reference_of"]
 
 _NAMES: Final = {getattr(torch, name): name for name in (
     "float64", "int64", "float32", "int32", "int16", "bfloat16", "float16", "int8", "uint8", "bool",
@@ -40,7 +36,7 @@ class Kernel:
 
     @property
     def reference(self) -> Callable[..., Any]:
-        """What it computes, in plain PyTorch: takes what the operator reads and its attributes by name."""
+        """The operator in plain PyTorch: takes its reads and attributes by name."""
         return reference_of(self.operator)
 
     def bind(self, **given: Any) -> Callable[[], object]:
@@ -133,7 +129,7 @@ def check(operator: Operator, way: Implementation, given: Mapping[str, Any]) -> 
 _Specs: TypeAlias = tuple[tuple[str, Spec], ...]
 _Attributes: TypeAlias = tuple[tuple[str, Any], ...]
 _APART: Final = ("scratch", "row_start")
-"""What a launcher takes besides operands and attributes."""
+"""Arguments of a launcher besides operands and attributes."""
 
 
 @lru_cache(maxsize=256)

@@ -3,12 +3,8 @@
 Legend: M rows.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
-
-__all__ = ["launch", "reference"]
 
 
 def launch(*, maximum: Tensor, logsumexp: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:

@@ -1,10 +1,6 @@
 """copy: y = x."""
 
-from __future__ import annotations
-
 from torch import Tensor
-
-__all__ = ["launch", "reference"]
 
 
 def launch(*, x: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:

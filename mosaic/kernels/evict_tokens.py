@@ -1,9 +1,7 @@
-"""evict_tokens: which rows of a step go on beyond the layer that it is cut in, by how their importance has changed.
+"""evict_tokens: the rows of a step that continue beyond the cut layer, chosen by the change of their importance.
 
 Legend: B sequences, K KV heads, P positions of a block, T rows, E rows of the state.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,41 +13,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["NEARLY", "launch", "reference"]
-
 NEARLY: Final = 1 - 2.0**-20
-"""What a product is multiplied by before it is rounded up, so that its own rounding adds nothing."""
+"""Factor on a product before it is rounded up, so that the product's own rounding adds nothing."""
 UNPROCESSED: Final = 2
 """The status of a masked row that has not been processed in its block."""
 
 
 def launch(
-    *,
-    before: Tensor,
-    after: Tensor,
-    listed: Tensor,
-    first: Tensor,
-    progress: Tensor,
-    status: Tensor,
-    positions: Tensor,
-    cu_seqlens: Tensor,
-    decoded: Tensor,
-    owner: Tensor,
-    state: Tensor,
-    rows: Tensor,
-    bounds: Tensor,
-    total: Tensor,
-    seen: Tensor,
-    alpha: float,
-    history: str,
-    threshold: str,
-    placeholders: str,
-    weight: float = 0.0,
-    keep: int = 0,
-    rank: str = "importance",
-    ranks: Tensor | None = None,
-    scratch: Tensor | None = None,
-) -> None:
+    *, before: Tensor, after: Tensor, listed: Tensor, first: Tensor, progress: Tensor, status: Tensor,
+    positions: Tensor, cu_seqlens: Tensor, decoded: Tensor, owner: Tensor, state: Tensor, rows: Tensor, bounds: Tensor,
+    total: Tensor, seen: Tensor, alpha: float, history: str, threshold: str, placeholders: str, weight: float = 0.0,
+    keep: int = 0, rank: str = "importance", ranks: Tensor | None = None, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write rows, bounds, total and seen, and count the step before in the state; all is read on the host."""
     difference = (after.numpy() - before.numpy()).sum(axis=1)
     kept, ends = list[int](), bounds.numpy()
@@ -94,7 +69,7 @@ def _budget(own: NDArray[np.float32], decoded: int, alpha: float, kind: str, wei
 
 
 def _spread(deltas: Mapping[int, float], listed: Sequence[float], threshold: str) -> tuple[float, float]:
-    """The mean that deltas are compared with, and the mean of the squares of what they are off it."""
+    """The mean that deltas are compared with, and their mean squared distance from it."""
     if threshold == "deviation":
         return 0.0, sum(delta * delta for delta in listed) / max(len(listed), 1)
     mean = sum(deltas.values()) / max(len(deltas), 1)
@@ -102,7 +77,7 @@ def _spread(deltas: Mapping[int, float], listed: Sequence[float], threshold: str
 
 
 def _candidates(deltas: Mapping[int, float], mean: float, square: float) -> int:
-    """How many deltas are so large that their rows are kept."""
+    """The number of deltas that are large enough to keep their rows."""
     return sum(delta >= mean and (delta - mean) ** 2 >= square for delta in deltas.values())
 
 
@@ -119,7 +94,7 @@ def _chosen(ranks: Mapping[int, float], places: Mapping[int, int], target: int) 
 
 
 def _placed(chosen: set[int], low: int, high: int, statuses: Sequence[int], *, masked: bool) -> list[int]:
-    """The rows of a sequence that are kept, of which these are chosen."""
+    """The kept rows of a sequence, given the chosen ones."""
     rightmost = max(chosen, default=low)
     return [
         at

@@ -3,16 +3,12 @@
 Legend: S tokens, C rows.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(*, x: Tensor, rows: Tensor, y: Tensor, scratch: Tensor | None = None) -> Run:

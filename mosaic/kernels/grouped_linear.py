@@ -3,15 +3,11 @@
 y overlaps no operand. Legend: A assignments (rows x top-k), E experts, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from torch import Tensor
 
 from mosaic.kernels.shared.product import product
-
-__all__ = ["launch", "reference"]
 
 
 def launch(*, x: Tensor, weight: Tensor, offsets: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:

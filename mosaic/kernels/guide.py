@@ -3,13 +3,9 @@
 x and uncond do not overlap. The head is linear, so this guides the logits. Source: LLaDA's sampler. Legend: C rows, D hidden.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mosaic.kernels.shared.scratch import tiles_of
-
-__all__ = ["launch", "reference"]
 
 
 def launch(*, x: Tensor, uncond: Tensor, guidance: Tensor, scratch: Tensor | None = None) -> None:

@@ -1,12 +1,10 @@
-"""joined_attention: attention to a block's own keys, joined with the output over its prefix, which is fresh or was kept.
+"""joined_attention: attention to a block's own keys, merged with a fresh or kept output over its prefix.
 
-Which rows have which keys and which of both outputs, the contract says (`mosaic.registrar.operators.joined_attention`;
-FlashBlock, arXiv 2602.05305). Of outputs y_1, y_2 with log-sum-exps s_1, s_2 the softmax over both sets of keys gives y_1 +
-(y_2 - y_1) * sigmoid(s_2 - s_1). Legend: T query rows, R rows, L layers, B sequences, X extents, E and S rows of states, Z
-slots, M rows of a block, N query heads, K KV heads, G heads of a group, H size.
+`mosaic.registrar.operators.joined_attention` defines each row's keys and given output (FlashBlock, arXiv 2602.05305).
+Of outputs y_1, y_2 with log-sum-exps s_1, s_2 the softmax over both sets of keys gives y_1 + (y_2 - y_1) * sigmoid(s_2
+- s_1). Legend: T query rows, R rows, L layers, B sequences, X extents, E and S rows of states, Z slots, M rows of a
+block, N query heads, K KV heads, G heads of a group, H size.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
@@ -19,8 +17,6 @@ from mosaic.kernels.shared.attention import keys_seen, parted, visible
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.extents import kept_tokens, pieces, windows
 from mosaic.kernels.shared.scratch import beginning, tiles_of
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(
@@ -97,7 +93,7 @@ def _runs(positions: Sequence[int], limits: Sequence[int], before: int) -> Itera
 def _joining(
     y_KTGH: Tensor, earlier: tuple[Tensor, Tensor] | None, sums: Tensor, given: Tensor, given_sums: Tensor
 ) -> Finish:
-    """Write what each tile is found to be, joined with the outputs [T, K, G, H] and log-sum-exps [T, K, G] that there are."""
+    """Write each tile's result, merged with given outputs [T, K, G, H] and log-sum-exps [T, K, G]."""
 
     def join(tile: tuple[slice, slice, slice], found: Tensor) -> None:
         if earlier is not None:

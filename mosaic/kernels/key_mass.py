@@ -1,12 +1,10 @@
-"""key_mass: how much attention the voting rows of each sequence give to each key of its prefix, per set of heads.
+"""key_mass: the attention of each sequence's voting rows to each key of its prefix, per set of heads.
 
-The formula is that of the contract (`mosaic.registrar.operators.key_mass`; MAGE, equation 3). Each tile of rows passes over
-the prefix. A row without a vote has an infinite log-sum-exp, so that it changes nothing. Float32 inside (float64 for
-float64). Legend: T rows, R rows of the state, L layers, S keys of all prefixes, B sequences, X extents, N query heads, K KV
-heads, H size, A rows times heads of a tile.
+The formula is that of the operator's record (`mosaic.registrar.operators.key_mass`; MAGE, equation 3). Each tile of
+rows passes over the prefix. A row without a vote has an infinite log-sum-exp, so its terms are 0. Float32 inside
+(float64 for float64). Legend: T rows, R rows of the state, L layers, S keys of all prefixes, B sequences, X extents, N
+query heads, K KV heads, H size, A rows times heads of a tile.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
@@ -21,10 +19,8 @@ from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.extents import kept_tokens, pieces, windows
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 
-__all__ = ["EXTREMES", "Keys", "bind", "launch", "reference", "scores_of", "tiles_of_keys", "voters_of"]
-
 NOTHING: Final = {"mean": 0.0, "max": 0.0, "worst": math.inf}
-"""What a row without a vote gives to a key, so that it changes no statistic."""
+"""The value of a row without a vote, which changes no statistic."""
 EXTREMES: Final = {"max": (torch.amax, torch.maximum), "worst": (torch.amin, torch.minimum)}
 """The largest or the least of all rows, and of two."""
 Keys = Sequence[tuple[int, Tensor]]
@@ -32,31 +28,11 @@ Keys = Sequence[tuple[int, Tensor]]
 
 
 def bind(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    captured: Tensor,
-    cu_keys: Tensor,
-    votes: Tensor,
-    cu_seqlens: Tensor,
-    logsumexp: Tensor,
-    mass: Tensor,
-    positions: Tensor | None = None,
-    layer: int,
-    kv_heads: int,
-    head_size: int,
-    scale: float,
-    sets: int,
-    columns: int = 0,
-    span: int = 0,
-    statistic: str = "mean",
-    block: int = 0,
-    rows: int = 0,
-    tiles: int = 1,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, captured: Tensor, cu_keys: Tensor, votes: Tensor,
+    cu_seqlens: Tensor, logsumexp: Tensor, mass: Tensor, positions: Tensor | None = None, layer: int, kv_heads: int,
+    head_size: int, scale: float, sets: int, columns: int = 0, span: int = 0, statistic: str = "mean", block: int = 0,
+    rows: int = 0, tiles: int = 1, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Write the mass of the keys of each prefix into mass [sets * tiles, S]; lengths, extents, votes and positions are read on the
     host."""
     members = q.shape[1] // (sets * head_size)
@@ -106,7 +82,7 @@ launch = launcher(bind)
 def voters_of(
     votes: Sequence[int], positions: Sequence[int] | None, block: int, rows: int, tiles: int
 ) -> list[Sequence[int]]:
-    """Which rows of a sequence vote for each tile: those of it that do, or all that do where none of it does."""
+    """The rows of a sequence that vote for each tile: the tile's voters, or all voters if it has none."""
     if positions is None:
         return [votes]
     of = [
@@ -161,7 +137,7 @@ def reference(
     cu_seqlens: Tensor, logsumexp: Tensor, positions: Tensor | None = None, layer: int, kv_heads: int, head_size: int, scale: float,
     sets: int, columns: int = 0, span: int = 0, statistic: str = "mean", block: int = 0, rows: int = 0, tiles: int = 1,
 ) -> Tensor:  # fmt: skip
-    """Return the mass in plain PyTorch, with whole score matrices; `columns` is needed; what is not written is NaN."""
+    """Return the mass in plain PyTorch, with whole score matrices; `columns` is needed; unwritten elements are NaN."""
     mass = torch.full((sets, tiles, columns), float("nan"), dtype=q.dtype)
     members = q.shape[1] // head_size // sets
     owned = pieces(extents, cu_extents)

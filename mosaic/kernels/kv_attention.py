@@ -1,10 +1,10 @@
 """kv_attention: softmax(q k^T * scale) v per sequence, over keys and values kept in rows of a state buffer.
 
-Row r of q is row `row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`, at
-position p, those before (p // block + 1) * block; with `sees`, those at positions in [sees[r, 0], sees[r, 1]). Where a key
-lies, `mosaic.registrar.operators.kv_store` says. A row in no sequence, or that sees no key, is left as it was. The queries of
-all heads that share keys are packed into one tile; online softmax in float32 (float64 for float64). Legend: T query rows, R
-rows, L layers, S keys, B sequences, X extents, N query heads, K KV heads, H size.
+Row r of q is row `row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`,
+at position p, those before (p // block + 1) * block; with `sees`, those at positions in [sees[r, 0], sees[r, 1]).
+`mosaic.registrar.operators.kv_store` describes the layout of keys. A row in no sequence, or without a visible key, is
+unchanged. The queries of all heads that share keys are packed into one tile; online softmax in float32 (float64 for
+float64). Legend: T query rows, R rows, L layers, S keys, B sequences, X extents, N query heads, K KV heads, H size.
 """
 
 from __future__ import annotations
@@ -30,28 +30,11 @@ Finish: TypeAlias = Callable[[tuple[slice, slice, slice], Tensor], object]
 
 
 def bind(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    seen: Tensor,
-    cu_seqlens: Tensor,
-    positions: Tensor,
-    y: Tensor,
-    sees: Tensor | None = None,
-    layer: int,
-    kv_heads: int,
-    head_size: int,
-    scale: float,
-    span: int = 0,
-    keys: int = 0,
-    block: int = 0,
-    parts: int = 1,
-    row_start: int = 0,
-    logsumexp: Tensor | None = None,
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, seen: Tensor, cu_seqlens: Tensor, positions: Tensor,
+    y: Tensor, sees: Tensor | None = None, layer: int, kv_heads: int, head_size: int, scale: float, span: int = 0,
+    keys: int = 0, block: int = 0, parts: int = 1, row_start: int = 0, logsumexp: Tensor | None = None,
     scratch: Tensor | None = None,
-) -> Run:
+) -> Run:  # fmt: skip
     """Write the attention of the query rows into y [T, N*H]; lengths, extents and positions are read on the host.
 
     `logsumexp`, float32 [T, N], is for `prefix_attention`: the log-sum-exps of the rows' scores.
@@ -87,7 +70,7 @@ def bind(
 
 
 def _storing(y_KTGH: Tensor, sums_KTG: Tensor | None, sums: Tensor | None) -> Finish:
-    """Write what each tile is found to be, and its log-sum-exps where there is a place for them."""
+    """Write each tile's result, and its log-sum-exps if they are asked for."""
 
     def store(tile: tuple[slice, slice, slice], found: Tensor) -> None:
         y_KTGH[tile].copy_(found)

@@ -1,11 +1,10 @@
 """kv_store: keys and values of a window of tokens into the rows that their sequences own.
 
-Row r of k is row `row_start + r` of the packed window, a token of the sequence that has it; where a position's key lies,
-`mosaic.registrar.operators.kv_store` says. A token in no sequence, or at a position that its sequence has no row for, is not
-kept. kv overlaps no other operand. Legend: T tokens, R rows, L layers, W width of keys, B sequences, X extents.
+Row r of k is row `row_start + r` of the packed window, a token of the sequence that has it;
+`mosaic.registrar.operators.kv_store` describes the layout of keys. A token in no sequence, or at a position without a
+row, is not stored. kv overlaps no other operand. Legend: T tokens, R rows, L layers, W width of keys, B sequences, X
+extents.
 """
-
-from __future__ import annotations
 
 import torch
 from torch import Tensor
@@ -13,23 +12,11 @@ from torch import Tensor
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.extents import Piece, kept_tokens, pieces, windows
 
-__all__ = ["bind", "launch", "reference"]
-
 
 def bind(
-    *,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    cu_seqlens: Tensor,
-    positions: Tensor,
-    layer: int,
-    head_size: int,
-    row_start: int = 0,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, k: Tensor, v: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor, positions: Tensor,
+    layer: int, head_size: int, row_start: int = 0, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Update kv; the tables are read on the host, and neighbours that stay neighbours are copied at once."""
     heads = k.shape[1] // head_size
     tokens = k.shape[0]

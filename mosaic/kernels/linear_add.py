@@ -3,14 +3,10 @@
 Accumulates in float32 or wider. Legend: T rows, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.product import product
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(*, x: Tensor, weight: Tensor, y: Tensor, scratch: Tensor | None = None) -> Run:

@@ -1,11 +1,7 @@
 """minimum: y = min(x, other)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
-
-__all__ = ["launch", "reference"]
 
 
 def launch(*, x: Tensor, other: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:

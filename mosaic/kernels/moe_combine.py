@@ -4,14 +4,10 @@ Each row adds its k outputs in the order of its own top-k list, in float32 or wi
 or on threads. Legend: C rows, D hidden, k experts a row.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.scratch import tiles_of
-
-__all__ = ["launch", "reference"]
 
 
 def launch(*, y: Tensor, order: Tensor, scores: Tensor, x: Tensor, scratch: Tensor | None = None) -> None:

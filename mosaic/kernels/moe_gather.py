@@ -3,14 +3,10 @@
 Legend: C rows, D hidden, k experts a row.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.scratch import tiles_of
-
-__all__ = ["launch", "reference"]
 
 
 def launch(*, x: Tensor, order: Tensor, y: Tensor, top_k: int, scratch: Tensor | None = None) -> None:

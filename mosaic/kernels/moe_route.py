@@ -4,16 +4,12 @@ The logits of 16-bit inputs are kept in float32. Source: LLaDA-MoE's router (sof
 LLaDA2.0's (sigmoid, 1e-20 added to the sum). Legend: C rows, D hidden, E experts, G groups.
 """
 
-from __future__ import annotations
-
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.scratch import tiles_of
-
-__all__ = ["TINY", "launch", "reference"]
 
 TINY: Final = 1e-20
 """Added to the sum of sigmoids before it divides them."""
@@ -22,7 +18,7 @@ PLAIN_TILES: Final = 4
 
 
 class _Rule(NamedTuple):
-    """How scores become choices and weights: the attributes of the contract."""
+    """The attributes that turn scores into choices and weights."""
 
     normalize: bool
     scoring: str
@@ -32,20 +28,10 @@ class _Rule(NamedTuple):
 
 
 def launch(
-    *,
-    x: Tensor,
-    weight: Tensor,
-    scores: Tensor,
-    experts: Tensor,
-    top_k: int,
-    normalize: bool,
-    bias: Tensor | None = None,
-    scoring: str = "softmax",
-    groups: int = 0,
-    top_groups: int = 0,
-    scale: float = 1.0,
+    *, x: Tensor, weight: Tensor, scores: Tensor, experts: Tensor, top_k: int, normalize: bool,
+    bias: Tensor | None = None, scoring: str = "softmax", groups: int = 0, top_groups: int = 0, scale: float = 1.0,
     scratch: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the scores and the experts of every row, [C, k] each."""
     count = x.shape[0]
     given = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
@@ -124,17 +110,9 @@ def _choices(bias_E: Tensor | None, rule: _Rule, tiles: list[Tensor]) -> Tensor:
 
 
 def reference(
-    *,
-    x: Tensor,
-    weight: Tensor,
-    top_k: int,
-    normalize: bool,
-    bias: Tensor | None = None,
-    scoring: str = "softmax",
-    groups: int = 0,
-    top_groups: int = 0,
-    scale: float = 1.0,
-) -> dict[str, Tensor]:
+    *, x: Tensor, weight: Tensor, top_k: int, normalize: bool, bias: Tensor | None = None, scoring: str = "softmax",
+    groups: int = 0, top_groups: int = 0, scale: float = 1.0,
+) -> dict[str, Tensor]:  # fmt: skip
     """Return scores and experts in plain PyTorch."""
     logits = x @ weight.T
     score = torch.sigmoid(logits) if scoring == "sigmoid" else torch.softmax(logits, dim=1)

@@ -6,14 +6,10 @@ PyTorch's sort and bincount allocate, also with out=. Instead each assignment be
 differ, and NumPy sorts the plan's own memory in place; the id is the key's remainder.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.scratch import tiles_of
-
-__all__ = ["launch", "reference"]
 
 
 def launch(*, experts: Tensor, order: Tensor, offsets: Tensor, num_experts: int, scratch: Tensor | None = None) -> None:

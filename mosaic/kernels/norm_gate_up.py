@@ -3,8 +3,6 @@
 Norm, products and activation as in `rms_norm`, `linear` and `silu_mul`. Legend: T rows, D hidden, F feed-forward.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mosaic.kernels import silu_mul
@@ -13,8 +11,6 @@ from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.norm import normalise_reference
 from mosaic.kernels.shared.product import product
 from mosaic.kernels.shared.scratch import tiles_of
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(

@@ -4,8 +4,6 @@ Norm and products as in `rms_norm` and `linear`; arrivals stay as they are. Lege
 queries and of keys, A counts.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
@@ -14,26 +12,12 @@ from mosaic.kernels.shared.product import product
 from mosaic.kernels.shared.scratch import carve, dtype_name, tiles_of
 from mosaic.registrar.tiles import norm_tiles
 
-__all__ = ["bind", "bind_rows", "launch", "reference"]
-
 
 def bind(
-    *,
-    x: Tensor,
-    norm: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    v_weight: Tensor,
-    arrivals: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    eps: float,
-    q_bias: Tensor | None = None,
-    k_bias: Tensor | None = None,
-    v_bias: Tensor | None = None,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, x: Tensor, norm: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor, arrivals: Tensor, q: Tensor,
+    k: Tensor, v: Tensor, eps: float, q_bias: Tensor | None = None, k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Write q [T, Q], k and v [T, K]."""
     h, norms, products = tiles_of("norm_qkv", scratch, {"x": x})
     parts = [
@@ -60,18 +44,9 @@ def bind_rows(x: Tensor, norm: Tensor, h: Tensor, eps: float, scratch: Tensor) -
 
 
 def reference(
-    *,
-    x: Tensor,
-    norm: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    v_weight: Tensor,
-    arrivals: Tensor,
-    eps: float,
-    q_bias: Tensor | None = None,
-    k_bias: Tensor | None = None,
-    v_bias: Tensor | None = None,
-) -> dict[str, Tensor]:
+    *, x: Tensor, norm: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor, arrivals: Tensor, eps: float,
+    q_bias: Tensor | None = None, k_bias: Tensor | None = None, v_bias: Tensor | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """Return q, k, v and the arrivals, by name, in plain PyTorch."""
     h = normalise_reference(x, norm, eps)
     found = {"q": h @ q_weight.T, "k": h @ k_weight.T, "v": h @ v_weight.T, "arrivals": arrivals}

@@ -1,11 +1,10 @@
-"""page_bounds: how much attention the voting rows of each sequence can give to the keys of each page, at most, per set of heads.
+"""page_bounds: an upper bound of the attention of each sequence's voting rows to each page's keys, per set of heads.
 
-The formula is that of the contract (`mosaic.registrar.operators.page_bounds`; Quest, section 3): what of a query is above 0
-is multiplied with the largest key, the rest with the least. Float32 inside (float64 for float64). Legend: T rows, E rows of
-pages, Z sparse layers, M pages, S columns, B sequences, N query heads, K KV heads, H size, A rows times heads of a tile.
+The formula is that of the operator's record (`mosaic.registrar.operators.page_bounds`; Quest, section 3): the positive
+part of a query is multiplied with the largest key, the negative part with the least. Float32 inside (float64 for
+float64). Legend: T rows, E rows of pages, Z sparse layers, M pages, S columns, B sequences, N query heads, K KV heads,
+H size, A rows times heads of a tile.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
@@ -23,34 +22,16 @@ from mosaic.kernels.shared.extents import windows
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 from mosaic.registrar.tiles import KEY_ROWS
 
-__all__ = ["bind", "launch", "reference"]
-
 BEGINNING: Final = {"mean": 0.0, "max": -math.inf, "worst": math.inf}
 """A statistic of no rows."""
 
 
 def bind(
-    *,
-    q: Tensor,
-    extrema: Tensor,
-    page_table: Tensor,
-    cu_pages: Tensor,
-    votes: Tensor,
-    cu_seqlens: Tensor,
-    bound: Tensor,
-    positions: Tensor | None = None,
-    slot: int,
-    kv_heads: int,
-    head_size: int,
-    sets: int,
-    columns: int = 0,
-    page_span: int = 0,
-    statistic: str = "mean",
-    block: int = 0,
-    rows: int = 0,
-    tiles: int = 1,
+    *, q: Tensor, extrema: Tensor, page_table: Tensor, cu_pages: Tensor, votes: Tensor, cu_seqlens: Tensor,
+    bound: Tensor, positions: Tensor | None = None, slot: int, kv_heads: int, head_size: int, sets: int,
+    columns: int = 0, page_span: int = 0, statistic: str = "mean", block: int = 0, rows: int = 0, tiles: int = 1,
     scratch: Tensor | None = None,
-) -> Run:
+) -> Run:  # fmt: skip
     """Write the bounds of pages into bound [sets * tiles, S]; pages, lengths, votes and positions are read on the host."""
     members = q.shape[1] // (sets * head_size)
     query, above, pages, scores, total, column, other, *wide = tiles_of(
@@ -114,7 +95,7 @@ def _parts(q_TMH: Tensor, runs: Sequence[tuple[int, int]], most: int) -> Iterato
 
 
 def _gathered(rows_E2H: Tensor, some: Tensor, pages: Tensor, wide: Sequence[Tensor]) -> Tensor:
-    """The least and the largest key of these pages, [2, S, H] in the compute dtype."""
+    """The elementwise extrema of some pages' keys, [2, S, H] in the compute dtype."""
     shape = (2, len(some), rows_E2H.shape[2])
     found = beginning(pages, shape)
     for which, keys in enumerate(found):
@@ -136,7 +117,7 @@ def reference(
     positions: Tensor | None = None, slot: int, kv_heads: int, head_size: int, sets: int, columns: int = 0, page_span: int = 0,
     statistic: str = "mean", block: int = 0, rows: int = 0, tiles: int = 1,
 ) -> Tensor:  # fmt: skip
-    """Return the bounds in plain PyTorch; `columns` is needed; what is not written is NaN."""
+    """Return the bounds in plain PyTorch; `columns` is needed; unwritten elements are NaN."""
     bound = torch.full((sets, tiles, columns), float("nan"), dtype=q.dtype)
     pages_of = extrema.view(extrema.shape[0], -1, 2, kv_heads, head_size)[:, slot].repeat_interleave(
         sets // kv_heads, dim=2

@@ -1,10 +1,8 @@
-"""page_extrema: the least and the largest key of pages, element by element, into the rows of a state.
+"""page_extrema: elementwise minimum and maximum of the keys of pages, into the rows of a state.
 
-Which pages are written where, the contract says (`mosaic.registrar.operators.page_extrema`; Quest, section 3). Legend: R rows
-of keys, L layers, B sequences, X extents, M pages, E rows of pages, Z sparse layers, K KV heads, H size.
+`mosaic.registrar.operators.page_extrema` defines which pages are written where (Quest, section 3). Legend: R rows of
+keys, L layers, B sequences, X extents, M pages, E rows of pages, Z sparse layers, K KV heads, H size.
 """
-
-from __future__ import annotations
 
 from itertools import pairwise
 
@@ -15,26 +13,12 @@ from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.extents import kept_tokens, pieces
 from mosaic.kernels.shared.scratch import tiles_of
 
-__all__ = ["bind", "launch", "reference"]
-
 
 def bind(
-    *,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    page_table: Tensor,
-    cu_pages: Tensor,
-    first_page: Tensor,
-    extrema: Tensor,
-    layer: int,
-    slot: int,
-    page: int,
-    kv_heads: int,
-    head_size: int,
-    tokens: int = 0,
+    *, kv: Tensor, extents: Tensor, cu_extents: Tensor, page_table: Tensor, cu_pages: Tensor, first_page: Tensor,
+    extrema: Tensor, layer: int, slot: int, page: int, kv_heads: int, head_size: int, tokens: int = 0,
     scratch: Tensor | None = None,
-) -> Run:
+) -> Run:  # fmt: skip
     """Write the extrema of pages into their rows of extrema [E, Z*2*K*H]; pages and extents are read on the host."""
     (part,) = tiles_of("page_extrema", scratch, {"kv": kv}, kv_heads=kv_heads, head_size=head_size)
     rows = extrema.view(extrema.shape[0], -1, 2, kv_heads, head_size)[:, slot]

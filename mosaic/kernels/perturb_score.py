@@ -3,15 +3,11 @@
 Source: Kool et al. 2019. Legend: M rows.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.sampling import fill_gumbels, gumbels
 from mosaic.kernels.shared.scratch import tiles_of
-
-__all__ = ["launch", "reference"]
 
 
 def launch(*, score: Tensor, keys: Tensor, temperature: Tensor, scratch: Tensor | None = None) -> None:

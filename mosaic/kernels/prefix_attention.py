@@ -1,11 +1,9 @@
 """prefix_attention: softmax(q k^T * scale) v per sequence over kept keys, and the log-sum-exp of each row's scores.
 
-It is `kv_attention`, which keeps beside the results what they were divided by
-(`mosaic.registrar.operators.prefix_attention`). A row in no sequence, or that sees no key, is left as it was in both. Legend:
-T query rows, R rows, L layers, B sequences, X extents, N query heads, K KV heads, H size.
+It is `kv_attention`, which also writes the log-sum-exps (`mosaic.registrar.operators.prefix_attention`). A row in no
+sequence, or without a visible key, is unchanged in both. Legend: T query rows, R rows, L layers, B sequences, X
+extents, N query heads, K KV heads, H size.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -16,8 +14,6 @@ from mosaic.kernels import kv_attention
 from mosaic.kernels.shared.attention import visible
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.extents import kept_tokens, pieces, windows
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(*, q: Tensor, y: Tensor, logsumexp: Tensor, scratch: Tensor | None = None, **given: Any) -> Run:

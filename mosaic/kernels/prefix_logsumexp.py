@@ -1,11 +1,9 @@
-"""prefix_logsumexp: over the prefix of each voting row, the logarithm of what the exponentials of its scores add up to.
+"""prefix_logsumexp: the log-sum-exp of each voting row's scores over its prefix.
 
-The formula is that of the contract (`mosaic.registrar.operators.prefix_logsumexp`). Online over tiles of keys, in float32
-(float64 for float64). Legend: T rows, R rows of the state, L layers, B sequences, X extents, N query heads, K KV heads, H
-size, A rows times heads of a tile.
+The formula is that of the operator's record (`mosaic.registrar.operators.prefix_logsumexp`). Online over tiles of keys,
+in float32 (float64 for float64). Legend: T rows, R rows of the state, L layers, B sequences, X extents, N query heads,
+K KV heads, H size, A rows times heads of a tile.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
@@ -18,27 +16,12 @@ from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.extents import kept_tokens, pieces, windows
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 
-__all__ = ["bind", "launch", "reference"]
-
 
 def bind(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    captured: Tensor,
-    votes: Tensor,
-    cu_seqlens: Tensor,
-    logsumexp: Tensor,
-    layer: int,
-    kv_heads: int,
-    head_size: int,
-    scale: float,
-    span: int = 0,
-    keys: int = 0,
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, captured: Tensor, votes: Tensor, cu_seqlens: Tensor,
+    logsumexp: Tensor, layer: int, kv_heads: int, head_size: int, scale: float, span: int = 0, keys: int = 0,
     scratch: Tensor | None = None,
-) -> Run:
+) -> Run:  # fmt: skip
     """Write the log-sum-exps of voting rows into logsumexp [T, N]; lengths, extents and votes are read on the host."""
     group = q.shape[1] // (kv_heads * head_size)
     query, scores, *tiles = tiles_of("prefix_logsumexp", scratch, {"q": q}, head_size=head_size)

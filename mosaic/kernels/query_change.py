@@ -1,10 +1,8 @@
-"""query_change: by how much each sequence's queries differ from the kept ones; new ones are kept.
+"""query_change: the relative change of each sequence's queries since they were kept; refreshed ones are kept anew.
 
-What is kept and what is compared, the contract says (`mosaic.registrar.operators.query_change`; FlashBlock, LoSA). Sums are
-in float32 (float64 for float64). Legend: T query rows, C columns, E owners, M rows of a block, B sequences.
+The operator's record defines both (`mosaic.registrar.operators.query_change`; FlashBlock, LoSA). Sums are in float32
+(float64 for float64). Legend: T query rows, C columns, E owners, M rows of a block, B sequences.
 """
-
-from __future__ import annotations
 
 from itertools import pairwise
 
@@ -13,8 +11,6 @@ from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.scratch import tiles_of
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(

@@ -1,17 +1,13 @@
-"""read_canvas: tokens of some rows of a canvas, and `open_id` where a position is open.
+"""read_canvas: tokens of some rows of a canvas, and `open_id` for open positions.
 
 Legend: R rows of the state, C rows that are read.
 """
-
-from __future__ import annotations
 
 import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.registrar.operators.read_canvas import OPEN
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(*, canvas: Tensor, rows: Tensor, y: Tensor, open_id: int, scratch: Tensor | None = None) -> Run:

@@ -3,12 +3,8 @@
 y and x do not overlap. Legend: M rows.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
-
-__all__ = ["launch", "reference"]
 
 
 def launch(*, y: Tensor, x: Tensor, chosen: Tensor, scratch: Tensor | None = None) -> None:

@@ -1,37 +1,19 @@
-"""resume_rows: bounds and positions of the rows kept, and which rows to decide are among them.
+"""resume_rows: bounds and positions of the kept rows, and the rows to decide among them.
 
 Outputs overlap no operand. Legend: S numbers of tokens, C rows kept, T tokens, M rows asked for, D rows decided, B sequences.
 """
-
-from __future__ import annotations
 
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-__all__ = ["launch", "reference"]
-
 
 def launch(
-    *,
-    chosen: Tensor,
-    bounds: Tensor,
-    positions: Tensor,
-    rows: Tensor,
-    cu_rows: Tensor,
-    kept: Tensor,
-    kept_positions: Tensor,
-    cu_seqlens: Tensor,
-    decided: Tensor,
-    asked: Tensor,
-    cu_decided: Tensor,
-    place: Tensor,
-    count: Tensor,
-    size: int = 0,
-    most: int = 0,
-    scratch: Tensor | None = None,
-) -> None:
+    *, chosen: Tensor, bounds: Tensor, positions: Tensor, rows: Tensor, cu_rows: Tensor, kept: Tensor,
+    kept_positions: Tensor, cu_seqlens: Tensor, decided: Tensor, asked: Tensor, cu_decided: Tensor, place: Tensor,
+    count: Tensor, size: int = 0, most: int = 0, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write all outputs; bounds and rows are read on the host."""
     kept.copy_(chosen[: kept.numel()])
     torch.index_select(positions, 0, kept, out=kept_positions)

@@ -3,15 +3,11 @@
 Source: Zhang and Sennrich 2019, "Root mean square layer normalization". Legend: T rows, D hidden.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.norm import bind_norm, normalise_reference
 from mosaic.kernels.shared.scratch import tiles_of
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(*, x: Tensor, weight: Tensor, y: Tensor, eps: float, scratch: Tensor | None = None) -> Run:

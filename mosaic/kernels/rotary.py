@@ -6,27 +6,17 @@ of R, cosines and sines times `factor`.
 Source: Su et al. 2021, "RoFormer". Legend: T rows, N heads, H head size, R rotated columns of a head, h = R/2, S sequences.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.scratch import tiles_of
 
-__all__ = ["bind", "launch", "reference"]
-
 
 def bind(
-    *,
-    x: Tensor,
-    positions: Tensor,
-    inv_freq: Tensor,
-    head_size: int,
-    sequences: Tensor | None = None,
-    factor: float = 1.0,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, x: Tensor, positions: Tensor, inv_freq: Tensor, head_size: int, sequences: Tensor | None = None,
+    factor: float = 1.0, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Rotate the heads of x [T, N*H] in place by their rows' positions, and their sequences' frequencies."""
     tokens, half = x.shape[0], inv_freq.shape[-1]
     heads = x.shape[-1] // head_size
@@ -93,14 +83,9 @@ def _bind_tile(
 
 
 def reference(
-    *,
-    x: Tensor,
-    positions: Tensor,
-    inv_freq: Tensor,
-    head_size: int,
-    sequences: Tensor | None = None,
+    *, x: Tensor, positions: Tensor, inv_freq: Tensor, head_size: int, sequences: Tensor | None = None,
     factor: float = 1.0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the rotated rows in plain PyTorch, in the dtype of x (the angles too)."""
     x_TNH = x.reshape(x.shape[0], -1, head_size)
     half = inv_freq.shape[-1]

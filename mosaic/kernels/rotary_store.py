@@ -3,38 +3,19 @@
 Row r of q is row `row_start + r` of the packed window. Legend: T tokens, N query heads, H head size, W width of keys.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mosaic.kernels import head_norm, kv_store, rotary
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.scratch import tiles_of
 
-__all__ = ["bind", "launch", "reference"]
-
 
 def bind(
-    *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    cu_seqlens: Tensor,
-    positions: Tensor,
-    inv_freq: Tensor,
-    layer: int,
-    head_size: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    sequences: Tensor | None = None,
-    eps: float = 0.0,
-    factor: float = 1.0,
-    row_start: int = 0,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor,
+    positions: Tensor, inv_freq: Tensor, layer: int, head_size: int, q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None, sequences: Tensor | None = None, eps: float = 0.0, factor: float = 1.0,
+    row_start: int = 0, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Update q and kv."""
     operands = {"q": q, "k": k, "inv_freq": inv_freq} | ({} if q_norm is None else {"q_norm": q_norm})
     keys, rotation, norms = tiles_of("rotary_store", scratch, operands, head_size=head_size)
@@ -71,25 +52,11 @@ launch = launcher(bind)
 
 
 def reference(
-    *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    cu_seqlens: Tensor,
-    positions: Tensor,
-    inv_freq: Tensor,
-    layer: int,
-    head_size: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    sequences: Tensor | None = None,
-    eps: float = 0.0,
-    factor: float = 1.0,
+    *, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor,
+    positions: Tensor, inv_freq: Tensor, layer: int, head_size: int, q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None, sequences: Tensor | None = None, eps: float = 0.0, factor: float = 1.0,
     row_start: int = 0,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Return q and kv after the update, by name, in plain PyTorch."""
     turned = []
     for x, norm in ((q, q_norm), (k, k_norm)):

@@ -1,4 +1,4 @@
-"""row_nucleus: a token of each row drawn from what top-p and top-k keep.
+"""row_nucleus: a token of each row drawn from those within top-p and top-k.
 
 In the order of the logits, the highest first, ties to the lower id, the first n tokens are kept: those before which the
 softmax of logits / temperature has no more mass than top_p (1 and more: all), and no more than top_k (0 and less: all).
@@ -11,8 +11,6 @@ Masses are added in float64 here and in float32 on a GPU, in other orders: a tok
 of the sum, about 1e-6, may be kept by one and not by the other.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,26 +19,14 @@ from mosaic.kernels.shared.order import fill_order, indices_of
 from mosaic.kernels.shared.sampling import exponentials, fill_exponentials
 from mosaic.kernels.shared.scratch import tiles_of
 
-__all__ = ["launch", "reference"]
-
 _LOWEST = torch.finfo(torch.float32).min
 
 
 def launch(
-    *,
-    logits: Tensor,
-    keys: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    top_k: Tensor,
-    cuts: Tensor | None = None,
-    sample: Tensor,
-    probability: Tensor,
-    margin: Tensor,
-    entropy: Tensor,
-    scratch: Tensor | None = None,
-) -> None:
-    """Write the samples and the figures of the rows of logits [C, V], or of those that `cuts` says; settings are read here."""
+    *, logits: Tensor, keys: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, cuts: Tensor | None = None,
+    sample: Tensor, probability: Tensor, margin: Tensor, entropy: Tensor, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write the samples and the figures of the rows of logits [C, V], or of those that `cuts` names; settings are read here."""
     tiles = tiles_of("row_nucleus", scratch, {"logits": logits})
     settings = zip(temperature.tolist(), top_p.tolist(), top_k.tolist(), strict=True)
     outputs = [output.numpy() for output in (sample, probability, margin, entropy)]

@@ -4,8 +4,6 @@ A sample is a function of its row's logits, key and temperature: never of chunks
 Legend: C rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -16,23 +14,11 @@ from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.sampling import exponentials
 from mosaic.kernels.shared.statistics import RowStatistics, statistics_reference
 
-__all__ = ["bind", "launch", "reference"]
-
 
 def bind(
-    *,
-    logits: Tensor,
-    keys: Tensor,
-    temperature: Tensor,
-    token: Tensor,
-    maximum: Tensor,
-    second: Tensor,
-    logsumexp: Tensor,
-    entropy: Tensor,
-    sample: Tensor,
-    sample_logit: Tensor,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, logits: Tensor, keys: Tensor, temperature: Tensor, token: Tensor, maximum: Tensor, second: Tensor,
+    logsumexp: Tensor, entropy: Tensor, sample: Tensor, sample_logit: Tensor, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Write the statistics and the samples of the rows of logits [C, V]."""
     state = RowStatistics.with_samples(
         "row_sample", logits.shape[0], scratch, {"logits": logits}, keys=keys, temperature=temperature, sample=sample,

@@ -1,9 +1,7 @@
-"""row_score: by what rows are chosen, from their statistics.
+"""row_score: the scores by which rows are chosen, from their statistics.
 
 score overlaps no operand. Legend: M rows.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
@@ -14,23 +12,13 @@ from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.sampling import fill_uniforms, uniforms
 from mosaic.kernels.shared.scratch import tiles_of
 
-__all__ = ["KINDS", "bind", "launch", "reference"]
-
 KINDS: Final = ("confidence", "margin", "entropy", "random", "sequential")
 
 
 def bind(
-    *,
-    maximum: Tensor,
-    second: Tensor,
-    logsumexp: Tensor,
-    entropy: Tensor,
-    sample_logit: Tensor,
-    score: Tensor,
-    kind: str,
-    keys: Tensor | None = None,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, maximum: Tensor, second: Tensor, logsumexp: Tensor, entropy: Tensor, sample_logit: Tensor, score: Tensor,
+    kind: str, keys: Tensor | None = None, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Write the scores [M] of one kind."""
     tiles = tiles_of("row_score", scratch, {}, kind=kind)
 
@@ -59,15 +47,9 @@ launch = launcher(bind)
 
 
 def reference(
-    *,
-    maximum: Tensor,
-    second: Tensor,
-    logsumexp: Tensor,
-    entropy: Tensor,
-    sample_logit: Tensor,
-    kind: str,
+    *, maximum: Tensor, second: Tensor, logsumexp: Tensor, entropy: Tensor, sample_logit: Tensor, kind: str,
     keys: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the scores in plain PyTorch; random ones are float32 numbers, whatever the dtype."""
     if kind == "random" and keys is not None:
         return uniforms(keys).to(maximum.dtype)

@@ -1,9 +1,7 @@
-"""row_stats: what a sampler needs of each row of logits, in float32.
+"""row_stats: the statistics of each row of logits that samplers use, in float32.
 
 The logits are read only. Legend: C rows, V vocabulary.
 """
-
-from __future__ import annotations
 
 from functools import partial
 
@@ -14,19 +12,11 @@ from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 from mosaic.kernels.shared.statistics import RowStatistics, statistics_reference
 
-__all__ = ["bind", "launch", "reference", "take_in"]
-
 
 def bind(
-    *,
-    logits: Tensor,
-    token: Tensor,
-    maximum: Tensor,
-    second: Tensor,
-    logsumexp: Tensor,
-    entropy: Tensor,
+    *, logits: Tensor, token: Tensor, maximum: Tensor, second: Tensor, logsumexp: Tensor, entropy: Tensor,
     scratch: Tensor | None = None,
-) -> Run:
+) -> Run:  # fmt: skip
     """Write the five statistics of the rows of logits [C, V]."""
     tiles = tiles_of("row_stats", scratch, {"logits": logits})
     state = RowStatistics(

@@ -1,12 +1,10 @@
 """selected_attention: softmax(q k^T * scale) v per sequence, over selected keys of a prefix and all keys after it.
 
-Who attends to what, the contract says (`mosaic.registrar.operators.selected_attention`; MAGE, Algorithm 1). Row r of q is row
-`row_start + r` of the packed window. A row in no sequence, or that sees no key, is left as it was. Selected keys are gathered
-into tiles; online softmax in float32 (float64 for float64). Legend: T query rows, R rows of the state, L layers, B sequences,
-X extents, E rows of selections, N query heads, K KV heads, H size.
+`mosaic.registrar.operators.selected_attention` defines the keys of each query (MAGE, Algorithm 1). Row r of q is row
+`row_start + r` of the packed window. A row in no sequence, or without a visible key, is unchanged. Selected keys are
+gathered into tiles; online softmax in float32 (float64 for float64). Legend: T query rows, R rows of the state, L
+layers, B sequences, X extents, E rows of selections, N query heads, K KV heads, H size.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby, product
@@ -23,41 +21,17 @@ from mosaic.kernels.shared.scratch import beginning, tiles_of
 from mosaic.registrar.operators.top_keys import numbers_of
 from mosaic.registrar.tiles import KEY_ROWS
 
-__all__ = ["bind", "launch", "reference"]
-
 Kept = Sequence[tuple[Piece, Tensor]]
 """Pieces of a sequence, and the keys and values [2, S, H] of one head in each."""
 Places = NDArray[np.int64]
 
 
 def bind(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    selected: Tensor,
-    owner: Tensor,
-    captured: Tensor,
-    seen: Tensor,
-    cu_seqlens: Tensor,
-    positions: Tensor,
-    y: Tensor,
-    layer: int,
-    slot: int,
-    sets: int,
-    k: int,
-    page: int,
-    kv_heads: int,
-    head_size: int,
-    scale: float,
-    attended: int = 0,
-    block: int = 0,
-    rows: int = 0,
-    tiles: int = 1,
-    row_start: int = 0,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, selected: Tensor, owner: Tensor, captured: Tensor,
+    seen: Tensor, cu_seqlens: Tensor, positions: Tensor, y: Tensor, layer: int, slot: int, sets: int, k: int, page: int,
+    kv_heads: int, head_size: int, scale: float, attended: int = 0, block: int = 0, rows: int = 0, tiles: int = 1,
+    row_start: int = 0, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Write the attention of the query rows into y [T, N*H]; lengths, extents, positions and selections are read on the host."""
     members = q.shape[1] // (sets * head_size)
     found = tiles_of("selected_attention", scratch, {"q": q}, head_size=head_size, k=k)
@@ -116,7 +90,7 @@ class _Keys:
         self.place, self.places, self.gathered = place, place.numpy(), gathered
 
     def seen(self, limits: Sequence[int]) -> list[int]:
-        """How many of them lie below each of these positions."""
+        """The number of keys below each position."""
         return [
             len(self.chosen) + limit - self.prefix if limit >= self.prefix else int(np.searchsorted(self.chosen, limit))
             for limit in limits

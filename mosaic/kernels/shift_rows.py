@@ -3,14 +3,10 @@
 Moving indices instead of copying shifted logits. Legend: M rows, B sequences.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.scratch import tiles_of
-
-__all__ = ["launch", "reference"]
 
 
 def launch(*, rows: Tensor, cu_seqlens: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:

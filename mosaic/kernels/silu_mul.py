@@ -3,14 +3,10 @@
 Rounds to the dtype after each of the two steps, as the reference models do. Legend: T rows, F feed-forward.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.nn import functional
 
 from mosaic.kernels.shared.binding import Run, launcher
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(*, gate: Tensor, up: Tensor, scratch: Tensor | None = None) -> Run:

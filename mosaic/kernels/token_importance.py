@@ -1,11 +1,9 @@
-"""token_importance: how much attention the voting rows of each sequence give to the positions of its block, per KV head.
+"""token_importance: the attention of each sequence's voting rows to the positions of its block, per KV head.
 
-The formula is that of the contract (`mosaic.registrar.operators.token_importance`; FOCUS, equations 2 and 15). Sums are in
-float32 (float64 for float64). Legend: T rows, R rows of the state, L layers, B sequences, X extents, N query heads, K KV
-heads, H size, P positions of a block, A rows times heads of a tile.
+The formula is that of the operator's record (`mosaic.registrar.operators.token_importance`; FOCUS, equations 2 and 15).
+Sums are in float32 (float64 for float64). Legend: T rows, R rows of the state, L layers, B sequences, X extents, N
+query heads, K KV heads, H size, P positions of a block, A rows times heads of a tile.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -18,27 +16,12 @@ from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.extents import Piece, kept_tokens, pieces
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 
-__all__ = ["bind", "launch", "reference"]
-
 
 def bind(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    cu_seqlens: Tensor,
-    votes: Tensor,
-    first: Tensor,
-    listed: Tensor,
-    importance: Tensor,
-    layer: int,
-    kv_heads: int,
-    head_size: int,
-    scale: float,
-    pool: int = 3,
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor, votes: Tensor, first: Tensor,
+    listed: Tensor, importance: Tensor, layer: int, kv_heads: int, head_size: int, scale: float, pool: int = 3,
     scratch: Tensor | None = None,
-) -> Run:
+) -> Run:  # fmt: skip
     """Write the importance of each sequence's positions, [B, K, P]; extents, votes and lists are read on the host."""
     group = q.shape[1] // (kv_heads * head_size)
     query, keys, scores, pooled, row, column, total = tiles_of(

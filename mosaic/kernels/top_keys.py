@@ -1,11 +1,9 @@
 """top_keys: the pages of each prefix with the most attention mass, per set, into the rows of a state.
 
-What is chosen, and where it is written, is as the contract says (`mosaic.registrar.operators.top_keys`; MAGE, equation 3).
-The pages of one sequence and set are sorted in the plan's own memory. Legend: S keys of all prefixes, B sequences, E rows, W
-numbers of a row.
+`mosaic.registrar.operators.top_keys` defines which pages are chosen and where they are written (MAGE, equation 3). The
+pages of one sequence and set are sorted in the plan's own memory. Legend: S keys of all prefixes, B sequences, E rows,
+W numbers of a row.
 """
-
-from __future__ import annotations
 
 import numpy as np
 import torch
@@ -17,24 +15,11 @@ from mosaic.kernels.shared.order import fill_order, indices_of
 from mosaic.kernels.shared.scratch import tiles_of
 from mosaic.registrar.operators.top_keys import keys_of, numbers_of
 
-__all__ = ["bind", "launch", "reference"]
-
 
 def bind(
-    *,
-    mass: Tensor,
-    captured: Tensor,
-    cu_keys: Tensor,
-    owner: Tensor,
-    selected: Tensor,
-    slot: int,
-    sets: int,
-    k: int,
-    page: int,
-    ratio: float = 0.0,
-    enough: float = 0.0,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, mass: Tensor, captured: Tensor, cu_keys: Tensor, owner: Tensor, selected: Tensor, slot: int, sets: int, k: int,
+    page: int, ratio: float = 0.0, enough: float = 0.0, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Write count and pages of each sequence and set into its row of selected [E, W]; lengths are read on the host."""
     order, sums, ranks = tiles_of("top_keys", scratch, {"mass": mass})
     sorted_, values, ranked = order.numpy(), sums.numpy(), ranks.numpy()
@@ -70,7 +55,7 @@ launch = launcher(bind)
 
 
 def _count(keys: int, k: int, page: int, ratio: float) -> int:
-    """How many pages of a prefix are chosen."""
+    """The number of pages of a prefix to choose."""
     count = min(k // page, -(-keys // page))
     if ratio:
         count = min(count, -(-keys_of(ratio, keys) // page))
@@ -78,7 +63,7 @@ def _count(keys: int, k: int, page: int, ratio: float) -> int:
 
 
 def _fewest(sums: NDArray[np.float32], enough: float) -> int:
-    """How many of these sums, the largest first, add up to enough; all where they do not."""
+    """The number of the sums, the largest first, that add up to enough; all if they do not."""
     return min(int(np.searchsorted(np.cumsum(sums), np.float32(enough))) + 1, len(sums))
 
 

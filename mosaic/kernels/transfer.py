@@ -1,12 +1,11 @@
-"""transfer: which rows are committed by their scores, and the tokens after it.
+"""transfer: the rows that are committed by their scores, and the resulting tokens.
 
-The rules are those of the contract. All of them commit, of a sequence's candidates in the order of their scores (ties: the
-lower row), the first few; they differ in how many. Outputs overlap no operand. Legend: M rows, B sequences.
+The rules are those of the operator's record. All of them commit, of a sequence's candidates in the order of their
+scores (ties: the lower row), the first few; they differ in how many. Outputs overlap no operand. Legend: M rows, B
+sequences.
 
 The order is sorted in the plan's own memory (`_order`), and thresholds are counted in it by binary search.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -20,27 +19,14 @@ from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.order import Order, above, at_least, fill_order, indices_of
 from mosaic.kernels.shared.scratch import tiles_of
 
-__all__ = ["RULES", "bind", "launch", "reference"]
-
 _NEVER: Final = 2**63 - 1
 """Sorts behind every candidate."""
 
 
 def bind(
-    *,
-    token: Tensor,
-    score: Tensor,
-    current: Tensor,
-    cu_rows: Tensor,
-    quota: Tensor,
-    threshold: Tensor,
-    chosen: Tensor,
-    committed: Tensor,
-    rule: str,
-    mask_id: int,
-    edit_threshold: Tensor | None = None,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, token: Tensor, score: Tensor, current: Tensor, cu_rows: Tensor, quota: Tensor, threshold: Tensor, chosen: Tensor,
+    committed: Tensor, rule: str, mask_id: int, edit_threshold: Tensor | None = None, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Write chosen [M] and committed [M]; the bounds, quotas and thresholds are read on the host."""
     order, values, ranks, kept, other = (tile.numpy() for tile in tiles_of("transfer", scratch, {"score": score}))
     given, tokens, before, taken = score.numpy(), token.numpy(), current.numpy(), committed.view(torch.bool)
@@ -114,21 +100,13 @@ RULES: Final[Mapping[str, Callable[[Order, int, float], int]]] = {
     "factor": _factor,
     "edit": _dynamic,
 }
-"""How many of a sequence's candidates, in order, are committed: (order, quota, threshold) -> count, perhaps too many."""
+"""The number of a sequence's candidates, in order, that are committed: (order, quota, threshold) -> count, perhaps too many."""
 
 
 def reference(
-    *,
-    token: Tensor,
-    score: Tensor,
-    current: Tensor,
-    cu_rows: Tensor,
-    quota: Tensor,
-    threshold: Tensor,
-    rule: str,
-    mask_id: int,
-    edit_threshold: Tensor | None = None,
-) -> dict[str, Tensor]:
+    *, token: Tensor, score: Tensor, current: Tensor, cu_rows: Tensor, quota: Tensor, threshold: Tensor, rule: str,
+    mask_id: int, edit_threshold: Tensor | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """Return chosen and committed, a row at a time."""
     tokens, before, bounds = token.tolist(), current.tolist(), cu_rows.tolist()
     committed: set[int] = set()

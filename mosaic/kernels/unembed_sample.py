@@ -3,8 +3,6 @@
 Tiles as in unembed_stats. Legend: C rows, D hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mosaic.kernels import row_sample
@@ -12,24 +10,11 @@ from mosaic.kernels.shared.statistics import RowStatistics
 from mosaic.kernels.unembed_stats import multiply_in
 from mosaic.registrar.tiles import SAMPLE_TILES
 
-__all__ = ["launch", "reference"]
-
 
 def launch(
-    *,
-    x: Tensor,
-    weight: Tensor,
-    keys: Tensor,
-    temperature: Tensor,
-    token: Tensor,
-    maximum: Tensor,
-    second: Tensor,
-    logsumexp: Tensor,
-    entropy: Tensor,
-    sample: Tensor,
-    sample_logit: Tensor,
-    scratch: Tensor | None = None,
-) -> None:
+    *, x: Tensor, weight: Tensor, keys: Tensor, temperature: Tensor, token: Tensor, maximum: Tensor, second: Tensor,
+    logsumexp: Tensor, entropy: Tensor, sample: Tensor, sample_logit: Tensor, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the statistics and the samples of the logits of x [C, D] against weight [V, D]."""
     state = RowStatistics.with_samples(
         "unembed_sample", x.shape[0], scratch, {"x": x, "weight": weight}, keys=keys, temperature=temperature, sample=sample,

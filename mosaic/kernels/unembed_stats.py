@@ -4,8 +4,6 @@ Vocabulary tiles outside, row tiles inside: the weight is read once, logits exis
 dtype. Legend: C rows, D hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -14,20 +12,11 @@ from torch import Tensor
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 from mosaic.kernels.shared.statistics import RowStatistics, statistics_reference
 
-__all__ = ["launch", "multiply_in", "reference"]
-
 
 def launch(
-    *,
-    x: Tensor,
-    weight: Tensor,
-    token: Tensor,
-    maximum: Tensor,
-    second: Tensor,
-    logsumexp: Tensor,
-    entropy: Tensor,
+    *, x: Tensor, weight: Tensor, token: Tensor, maximum: Tensor, second: Tensor, logsumexp: Tensor, entropy: Tensor,
     scratch: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the five statistics of the logits of x [C, D] against weight [V, D]."""
     tiles = tiles_of("unembed_stats", scratch, {"x": x, "weight": weight})
     state = RowStatistics(

@@ -1,16 +1,12 @@
 """write_canvas: tokens into some rows of a canvas.
 
-Rows that are taken are distinct; those outside the canvas are left out. canvas overlaps no other operand. Legend: R rows of
-the state, C rows that are written.
+Taken rows are distinct; rows outside the canvas are skipped. canvas overlaps no other operand. Legend: R rows of the
+state, C rows that are written.
 """
-
-from __future__ import annotations
 
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
-
-__all__ = ["bind", "launch", "reference"]
 
 
 def bind(

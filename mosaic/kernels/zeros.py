@@ -1,11 +1,7 @@
 """zeros: y = 0."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
-
-__all__ = ["launch", "reference"]
 
 
 def launch(*, y: Tensor, count: int, scratch: Tensor | None = None) -> None:

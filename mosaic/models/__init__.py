@@ -71,12 +71,12 @@ class Model:
         return replace(self, architecture=replace(self.architecture, scheme=scheme))
 
     def with_rope_scaling(self, kind: str, factor: float) -> Model:
-        """Return the same model with another rotary scaling than its config asks for; its base and trained positions stay.
+        """Return the same model with another rotary scaling than its config's; base and trained positions stay.
 
         Raises
         ------
         UnsupportedModel
-            A scaling that is unknown or cannot be, by name.
+            If the scaling is unknown or its values are invalid; the message names the value.
 
         Examples
         --------
@@ -97,10 +97,10 @@ class Model:
         self, *, backend: str = "cuda", choices: Mapping[str, str] | None = None, phase: Phase = FULL_STEP,
         brief: bool = False,
     ) -> Graph:  # fmt: skip
-        """Register one graph of the model's program: of a kind of step, a full denoising step if none is named.
+        """Register one graph of the model's program: the full denoising step if no kind is named.
 
-        It declares all weights of the model: a phase without a head has those of a full step. A brief one leaves out layers that
-        repeat others, for whoever compiles it.
+        It declares all weights of the model; a phase without a head declares those of a full step. A brief graph leaves
+        out layers that repeat others, for the template compiler.
 
         >>> load("llada-8b").graph().name
         'full_step'
@@ -112,7 +112,7 @@ class Model:
     def program(self, *phases: Phase, backend: str = "cuda") -> Program:
         """Return kinds of steps as a program of graphs over the model's weights, states and carries; nothing is registered yet.
 
-        Each graph has the name of its phase. A phase that is cut is a bucketed step of two graphs.
+        Each graph is named by its phase. A cut phase is a bucketed step of two graphs.
 
         >>> load("llada-8b").program(FULL_STEP).steps
         ('full_step',)
@@ -132,16 +132,16 @@ class Model:
 
 
 def load(source: str | Path | Mapping[str, Any]) -> Model:
-    """Find a model by preset name, name of a small one that is shipped, checkpoint directory, config.json file or mapping.
+    """Find a model by preset name, name of a shipped small one, checkpoint directory, config.json file or mapping.
 
     Raises
     ------
     UnknownName
-        Neither a preset nor a path.
+        If the name is neither a preset nor a path.
     UnsupportedModel
-        A config of a family that Mosaic does not ship.
+        If the config is of a family that Mosaic does not ship.
     CheckpointError
-        A directory without a readable config.json.
+        If a directory has no readable config.json.
 
     Examples
     --------
@@ -189,7 +189,7 @@ def _family(config: Mapping[str, Any]) -> str:
 def _from_config(config: dict[str, Any], name: str, path: Path | None) -> Model:
     family = _family(config)
     if family == llada2.FAMILY and llada2.edits(config, path):
-        config = {**config, "model_type": llada2.EDITING}  # so that a copy which is saved says it
+        config = {**config, "model_type": llada2.EDITING}  # so that a saved copy states it
     return Model(name=name, family=family, config=config, architecture=_architecture(family, config), path=path)
 
 

@@ -1,4 +1,4 @@
-"""What a dLLM transformer is: its sizes and the names of its tensors.
+"""The description of a dLLM transformer: its sizes and the names of its tensors.
 
 A family's file turns a config.json into an `Architecture`; `transformer.py`
 turns an `Architecture` into a graph.
@@ -17,20 +17,18 @@ from mosaic.models.rotary import Rotary
 from mosaic.registrar.schemes.plain import PLAIN
 from mosaic.registrar.schemes.scheme import Scheme
 
-__all__ = ["Architecture", "Attention", "FeedForward", "Layer", "TensorNames"]
-
 MOST_LAYERS: Final = 4096
 MOST_PARAMETERS: Final = 1 << 48
-"""More are not a model's: a config with them is damaged."""
+"""The largest supported number; a config with more is damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
     """Checkpoint names; `{layer}` stands for the layer's number, the mixture-of-experts names also stack experts.
 
-    `name[a:b]` is rows [a, b) of a tensor that the checkpoint keeps fused. Of `dense` and `shared`, feed-forwards beside
-    the experts, `{part}` is gate, up or down. `harmless` are patterns of tensors that a checkpoint may hold and nobody
-    reads: rotary frequencies, which follow from the config.
+    `name[a:b]` is rows [a, b) of a tensor that the checkpoint keeps fused. In `dense` and `shared`, feed-forwards
+    beside the experts, `{part}` is gate, up or down. `harmless` are patterns of tensors that a checkpoint may hold and
+    Mosaic does not read: rotary frequencies, which follow from the config.
     """
 
     embedding: str
@@ -63,19 +61,19 @@ class Attention:
     heads, kv_heads, head_size
         Query heads, key-value heads, and the size of each.
     rotary, rotary_scale
-        How fast the dims of an attention head turn (the first dims, where not all do), and what cosines and sines are
-        multiplied by.
+        Rotary frequencies of the rotated dims of a head (the first ones, if not all are), and the factor on cosines and
+        sines.
     window
-        Of the keys that its rows see, a query at position p sees those at positions j with |p - j| < window; 0: all.
+        A query at position p sees only keys at positions j with |p - j| < window; 0: all keys.
     qkv_bias, head_norms
         Biases on q, k, v; per-head RMSNorm of q and k.
     keys_as_values
-        The values are the keys before they are normed and turned: there is no projection of values.
+        The values are the keys before norm and rotation; there is no projection of values.
 
     Raises
     ------
     UnsupportedModel
-        If the sizes do not fit each other.
+        If the sizes do not match each other.
     """
 
     heads: int
@@ -94,7 +92,7 @@ class Attention:
                 f"config.json: {self.heads} heads do not divide into {self.kv_heads} key-value heads."
             )
         if self.rotary.dim % 2 or not 0 < self.rotary.dim <= self.head_size:
-            raise UnsupportedModel(f"config.json: {self.rotary.dim} of the {self.head_size} dims of a head turn.")
+            raise UnsupportedModel(f"config.json: {self.rotary.dim} of {self.head_size} dims of a head are rotated.")
 
     @property
     def width(self) -> int:
@@ -114,18 +112,18 @@ class FeedForward:
     Parameters
     ----------
     size
-        Columns between its matrices; of one expert, where there are experts.
+        Hidden columns; of one expert in a mixture of experts.
     experts, experts_per_token, normalize
-        Mixture of experts, and whether the weights of a token's experts are divided by their sum; 0 experts: dense.
+        Mixture of experts, and whether the weights of a token's experts are divided by their sum. 0 experts: dense.
     shared
-        Size of the feed-forward that every token passes beside its experts; 0: none.
+        Hidden columns of the feed-forward that every token passes beside its experts; 0: none.
     scoring, groups, top_groups, scale
-        How experts are chosen and weighed: attributes of the operator `moe_route`.
+        How experts are chosen and weighted: attributes of the operator `moe_route`.
 
     Raises
     ------
     UnsupportedModel
-        If there are not as many experts as are chosen.
+        If more experts are chosen than exist.
     """
 
     size: int
@@ -151,7 +149,7 @@ class FeedForward:
 
     @property
     def routing(self) -> dict[str, Any]:
-        """How experts are chosen and weighed, where that is not the default of the operator `moe_route`."""
+        """The routing attributes that differ from the defaults of the operator `moe_route`."""
         said = {"scoring": self.scoring, "groups": self.groups, "top_groups": self.top_groups, "scale": self.scale}
         usual = {"scoring": "softmax", "groups": 0, "top_groups": 0, "scale": 1.0}
         return {name: value for name, value in said.items() if value != usual[name]}
@@ -159,18 +157,18 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """What one layer of a stack is; layers that are alike are equal."""
+    """The description of one layer of a stack; equal layers share a template."""
 
     attention: Attention
     feed_forward: FeedForward
 
     def times(self, count: int) -> tuple[Layer, ...]:
-        """Return a stack of as many of it.
+        """Return a stack of `count` such layers.
 
         Raises
         ------
         UnsupportedModel
-            If they are more than a model's.
+            If there are more layers than any model has.
         """
         if count > MOST_LAYERS:
             raise UnsupportedModel(f"config.json: {count} layers are no model's; check its sizes.")
@@ -179,7 +177,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One checkpoint's sizes: an embedding, a stack of layers, an ending.
+    """The sizes of one checkpoint: an embedding, a stack of layers, an ending.
 
     Parameters
     ----------
@@ -190,33 +188,32 @@ class Architecture:
     norm_eps
         RMSNorm's epsilon.
     max_positions
-        Positions that the model is made for.
+        Positions that the model was trained for.
     block
-        Attention is causal by blocks of this many positions: a query sees its own block and those before; 0:
-        everything.
+        Attention is causal by blocks of this many positions: a query sees its own block and earlier ones; 0: all keys.
     decode_block
-        Bidirectional models: tokens that are decoded together where a request does not say; 0: the whole answer.
+        Bidirectional models: tokens that are decoded together by default; 0: the whole answer.
     tied
-        The head is the embedding.
+        The head is the embedding matrix.
     shifted
         Row i-1 predicts position i (Dream); the shift is done on row indices.
     published
-        The decoding algorithm that it was published with, where that does not follow from `block` and `shifted`.
+        The decoding algorithm that the model was published with, if it does not follow from `block` and `shifted`.
     mask_token_id
         The [MASK] token.
     eos_token_ids
-        Tokens after which an answer is over: the end of the text, the end of a turn.
+        Tokens that end an answer: the end of the text, the end of a turn.
     pad_token_id
-        The token that fills a batch up; None where the config names none.
+        The token that pads a batch; None if the config names none.
     dtype
-        Of hidden states, activations and keys, and of weights that are stored as they are.
+        Of hidden states, activations and keys, and of weights that are not encoded by a scheme.
     scheme
         How the matrices of layers are stored.
 
     Raises
     ------
     UnsupportedModel
-        If sizes are no model's, or layers differ where they cannot.
+        If a size is out of range, or layers differ in a property that must be common.
     """
 
     hidden: int
@@ -250,7 +247,7 @@ class Architecture:
             raise UnsupportedModel("config.json: frequencies that depend on a length are those of all layers.")
 
     def __hash__(self) -> int:
-        """Found once: every step asks what inputs its phase has in a model."""
+        """Cached: every step asks for the inputs of its phase in a model."""
         return self._hash
 
     @cached_property
@@ -259,7 +256,7 @@ class Architecture:
 
     @property
     def layers(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return len(self.stack)
 
     @cached_property
@@ -269,7 +266,7 @@ class Architecture:
         Raises
         ------
         UnsupportedModel
-            If layers differ in it: who asks has no way for that.
+            If the layers differ in it: the caller supports only equal layers.
         """
         first, *others = dict.fromkeys(layer.attention for layer in self.stack)
         if others:
@@ -278,27 +275,27 @@ class Architecture:
 
     @property
     def feed_forward(self) -> FeedForward:
-        """The feed-forward of the last layer: first ones may be dense where it has experts."""
+        """The feed-forward of the last layer; in a mixture of experts, first layers may be dense."""
         return self.stack[-1].feed_forward
 
     @cached_property
     def rotaries(self) -> tuple[Rotary, ...]:
-        """The rotary rules of the layers, each once."""
+        """The distinct rotary rules of the layers."""
         return tuple(dict.fromkeys(layer.attention.rotary for layer in self.stack))
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """The windows of layers that have one, each once."""
+        """The distinct windows of layers that have one."""
         return tuple(sorted({layer.attention.window for layer in self.stack} - {0}))
 
     @property
     def rotary(self) -> Rotary:
-        """The rotary rule of the first layer: of all layers, where frequencies depend on a sequence's length."""
+        """The rotary rule of the first layer; rules that depend on a sequence's length are the same in all layers."""
         return self.rotaries[0]
 
     @cached_property
     def parameters(self) -> int:
-        """Elements of the large matrices: those of layers, embedding and head."""
+        """Elements of the large matrices: layers, embedding and head."""
         total = self.vocabulary * self.hidden * (1 if self.tied else 2)
         for layer in self.stack:
             ffn, attention = layer.feed_forward, layer.attention
@@ -308,17 +305,17 @@ class Architecture:
 
     @property
     def max_context(self) -> int:
-        """Positions that the model is made for, or that its rotary scaling reaches; 0 where nothing is known."""
+        """Positions that the model was trained for, or that its rotary scaling reaches; 0 if unknown."""
         stretched = self.rotary.factor * (self.rotary.original or self.max_positions)
         return max(self.max_positions, int(stretched)) if self.max_positions else 0
 
     @property
     def copies(self) -> dict[str, str]:
-        """Tensors that a checkpoint may hold beside an equal one: a head that is the embedding."""
+        """Tensors that a checkpoint may hold as copies of another: a head equal to the embedding."""
         return {self.names.head: self.names.embedding} if self.tied else {}
 
     def unused(self, names: Iterable[str], used: Iterable[str]) -> list[str]:
-        """List the tensors among `names` that are neither used, nor harmless, nor copies of one that is."""
+        """List the tensors among `names` that are neither used, nor harmless, nor copies of a used one."""
         known = {*used, *self.copies}
         return [
             name

@@ -1,8 +1,8 @@
-"""The two graphs of a phase that is cut inside a layer: what the first hands to the second, and how that goes on with it.
+"""The two graphs of a phase that is cut inside a layer: the first computes the carries, the second continues from them.
 
-Carries: hidden states and queries of all tokens, the numbers of the kept ones, and their bounds. The second graph gathers the
-rows that it computes, so carries stay as they are, and it may run again with more rows. Inputs of tokens and rows that other
-parts ask for are those of rows that are kept. Legend: T tokens, K rows kept, M rows to decide, D hidden, N H queries.
+Carries: hidden states and queries of all tokens, the numbers of the kept tokens, and their bounds. The second graph
+leaves them unchanged, so it may run again with more rows. Its inputs per token and row are those of the kept rows.
+Legend: T tokens, K rows kept, M rows to decide, D hidden, N H queries.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ if TYPE_CHECKING:
     from mosaic.registrar.graph import Buffer
     from mosaic.registrar.schemes.scheme import Bundle
 
-__all__ = ["Prefix", "Suffix"]
-
 
 def _check(step: StepGraph, cut: Cut) -> None:
-    """Raise a `GraphError` if the layer is not one that can be cut."""
+    """Raise a `GraphError` if the layer cannot be cut."""
     if not 0 <= cut.layer < step.arch.layers - 1:
         raise GraphError(
             f"a step is cut in a layer before the last, which is layer {step.arch.layers - 1}; got layer {cut.layer}."
@@ -52,7 +50,7 @@ def _bounds(step: StepGraph) -> Buffer:
 
 
 class Prefix:
-    """The first graph: hidden states and queries are computed where they are handed on."""
+    """The first graph: it writes hidden states and queries into the carries."""
 
     def __init__(self, step: StepGraph, cut: Cut, way: Way) -> None:
         _check(step, cut)
@@ -60,7 +58,7 @@ class Prefix:
         self.hidden = _hidden(step)
 
     def end(self, matrices: dict[str, Bundle]) -> None:
-        """Register queries, keys and values of the layer that is cut, and the choice of rows."""
+        """Register queries, keys and values of the cut layer, and the choice of rows."""
         step, layer = self.step, self.cut.layer
         queries = _queries(step, self.cut)
         into = KeptRows(_rows(step), _bounds(step), step.g.output(COUNT, (1,), "int64"))
@@ -72,7 +70,7 @@ class Prefix:
 
 
 class _Resumed(NamedTuple):
-    """What the ops of rows that are kept go by."""
+    """The inputs of ops over kept rows."""
 
     rows: Buffer
     positions: Buffer
@@ -83,7 +81,7 @@ class _Resumed(NamedTuple):
 
 
 class Suffix:
-    """The second graph: it gathers the rows that are kept, and goes on from the attention of the layer that is cut."""
+    """The second graph: it gathers the kept rows, and continues with the attention of the cut layer."""
 
     def __init__(self, step: StepGraph, cut: Cut, way: Way) -> None:
         _check(step, cut)
@@ -108,9 +106,9 @@ class Suffix:
         return found
 
     def supplied(self, computed: Mapping[str, Supply]) -> Mapping[str, Supply]:
-        """Return what registers the inputs of tokens and rows: those of the rows that are kept.
+        """Return functions that register the inputs per token and row, for the kept rows.
 
-        `computed` are those that the step computes itself, of what it asks for here.
+        `computed` are the inputs that the step computes itself.
         """
         own: dict[str, Supply] = {
             "positions": lambda: self._resumed.positions,
@@ -138,7 +136,7 @@ class Suffix:
         self.step.g.add_op("gather_rows", self._hidden, self._resumed.rows, out=self.step.hidden.buffer, name="resume")
 
     def attention(self, matrices: dict[str, Bundle]) -> None:
-        """Register hidden += attention(q) @ o_proj.T of the layer that is cut."""
+        """Register hidden += attention(q) @ o_proj.T of the cut layer."""
         step, carried = self.step, self._queries
         q = step.g.buffer("q", (step.tokens, carried.shape[1]), carried.dtype)
         step.g.add_op("gather_rows", carried, self._resumed.rows, out=q, name="queries")

@@ -9,8 +9,6 @@ from mosaic.models.architecture import Architecture, FeedForward, Layer
 from mosaic.models.huggingface import HUGGINGFACE, attention, preset, transformer
 from mosaic.models.values import positive
 
-__all__ = ["FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture"]
-
 FAMILY: Final = "dream"
 LABEL: Final = "Dream"
 MODEL_TYPES: Final = ("dream",)
@@ -26,7 +24,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 KEYS: Final = HUGGINGFACE.extended(
     "intermediate_size",
-    # the model has biases on q, k and v whatever this says
+    # the model has biases on q, k and v whatever the config says
     harmless="attention_bias",
 )
 

@@ -1,4 +1,4 @@
-"""The end of a step: the rows that are unembedded, what the head computes of them, and which of them are committed.
+"""The end of a step: which rows are unembedded, what the head computes, and which rows are committed.
 
 Legend: M rows, B sequences, V vocabulary, D hidden.
 """
@@ -16,25 +16,23 @@ from mosaic.models.residency import Residency
 from mosaic.registrar.graph import Buffer, Graph
 from mosaic.registrar.polynomial import Polynomial
 
-__all__ = ["WITHOUT_HIDDEN", "StepEnding"]
-
 LOGITS_TILE: Final = 64
 WITHOUT_HIDDEN: Final = (
-    "the last layer computes no hidden states of all tokens: let the part that reads them say `reads_hidden`."
+    "the last layer does not compute all hidden states: set `reads_hidden` on the part that reads them."
 )
 
 
 class StepEnding:
-    """Registers what a phase's parts ask for at the end of a step, and gives them what they share.
+    """Registers the head and the parts that act at the end of a step.
 
     Parameters
     ----------
     inputs
         Of the step.
     hidden
-        The residual stream [T, D] after the last layer; None where no part of the phase `reads_hidden`.
+        The residual stream [T, D] after the last layer; None if no part of the phase `reads_hidden`.
     rows
-        What registers the rows of it of this iteration, [C, D], from their numbers int64 [C] and a prefix of names.
+        A function that registers this iteration's rows of it, [C, D], for row numbers int64 [C] and a prefix of names.
     cu_seqlens
         int32 [B + 1].
     masked
@@ -50,7 +48,7 @@ class StepEnding:
         self.masked = masked
 
     def register(self, weight: Buffer, way: str) -> None:
-        """Register all of it; `weight` [V, D] is the head's, `way` the option of the choice `head`."""
+        """Register the whole end; `weight` [V, D] is the head's, `way` the option of the choice `head`."""
         g, phase, inputs = self.g, self.phase, self.inputs
         norm = g.weight("final_norm", (self.arch.hidden,), self.arch.dtype, tensor=self.arch.names.final_norm)
         rows = inputs["rows"]
@@ -105,27 +103,27 @@ class StepEnding:
 
     @property
     def open_id(self) -> int:
-        """What the input `current` has in rows where nothing is decided."""
+        """The value of the input `current` in undecided rows."""
         return self.phase.tokens.open_id(self.arch)
 
     def score(self, kind: str, figures: Mapping[str, Buffer], out: Buffer) -> Buffer:
-        """Write the number of each row by which a commit rule goes, as the head says."""
+        """Write each row's number for the commit rule, as the head defines it."""
         return self.phase.head.score(self, kind, figures, out)
 
     def figures(self, names: Sequence[str]) -> Mapping[str, Buffer]:
-        """Declare transients float32 [M], which a commit rule reads."""
+        """Declare transients float32 [M] for a commit rule to read."""
         return {name: self.g.buffer(name, (self.masked,), "float32") for name in names}
 
     def source(self, rows: Buffer) -> Buffer:
-        """Return the rows of the hidden state that predict these rows: those before them in shifted models, unless packing has
-        shifted them."""
+        """Return the rows of the hidden state that predict these rows: in shifted models the rows before them, unless
+        packing has shifted them."""
         if not self.arch.shifted or self.phase.shifts(self.arch):
             return rows
         shifted: Buffer = self.g.add_op("shift_rows", rows, self.cu_seqlens, name="source_rows")
         return shifted
 
     def normed_rows(self, rows: Buffer, norm: Buffer, prefix: str = "") -> Buffer:
-        """Register rms_norm(hidden[rows]), normalised in place of the rows."""
+        """Register rms_norm(hidden[rows]); the norm is in place on the gathered rows."""
         g, found = self.g, self._rows(rows, prefix)
         with g.scope("head"):
             h: Buffer = g.add_op("rms_norm", found, norm, name=f"{prefix}normed", eps=self.arch.norm_eps)

@@ -1,4 +1,4 @@
-"""Fast-dLLM v2 (Efficient-Large-Model): shaped and shifted as Dream is, attention causal by blocks of 32 positions."""
+"""Fast-dLLM v2 (Efficient-Large-Model): Dream's shapes and shift, attention causal by blocks of 32 positions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from mosaic.models import dream
 from mosaic.models.architecture import Architecture
 from mosaic.models.huggingface import preset, transformer
 from mosaic.models.values import positive
-
-__all__ = ["FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture"]
 
 FAMILY: Final = "fast-dllm-v2"
 LABEL: Final = "Fast-dLLM v2"
@@ -37,7 +35,7 @@ KEYS: Final = dream.KEYS.extended("bd_size block_size")
 
 
 def architecture(config: Mapping[str, Any]) -> Architecture:
-    """Read a Fast-dLLM v2 config.json; the mask id is 151665 where the config does not say.
+    """Read a Fast-dLLM v2 config.json; the mask id defaults to 151665.
 
     >>> architecture(PRESETS["fast-dllm-v2-7b"]).block
     32

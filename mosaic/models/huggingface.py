@@ -1,4 +1,4 @@
-"""What the families whose configs and tensors are named in Hugging Face's manner share."""
+"""Shared by the families with Hugging Face's names of config keys and tensors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from mosaic.models.architecture import Architecture, Attention, FeedForward, Lay
 from mosaic.models.keys import COMMON
 from mosaic.models.rotary import read_rotary
 from mosaic.models.values import flag, number, positive, share, token_id, token_ids
-
-__all__ = ["HUGGINGFACE", "NAMES", "attention", "preset", "transformer"]
 
 HUGGINGFACE: Final = COMMON.extended(
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size rms_norm_eps "
@@ -40,14 +38,14 @@ NAMES: Final = TensorNames(
     key_norm=_LAYER + "self_attn.k_norm.weight",
     router=_LAYER + "mlp.gate.weight",
 )
-"""The names in the manner of Qwen2."""
+"""Names as in Qwen2."""
 
 
 def preset(
     architecture: str, model_type: str, *, hidden: int, layers: int, heads: int, kv_heads: int, vocabulary: int, theta: float,
     eps: float = 1e-6, positions: int = 32768, tied: bool = False, **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the config.json of a released model; `more` are keys of its own."""
+    """Return the config.json of a released model; `more` are further keys."""
     return {
         "architectures": [architecture], "model_type": model_type, "hidden_size": hidden, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocabulary, "rope_theta": theta,
@@ -62,8 +60,8 @@ def attention(
 ) -> Attention:  # fmt: skip
     """Read the attention that all layers share.
 
-    `theta`, `positions`, `turning` (the share of a head's dims that turn) and `head_size` are the family's, where the config
-    does not say; without a `head_size` it is the hidden size's share.
+    `theta`, `positions`, `turning` (the share of a head's dims that are rotated) and `head_size` are the family's
+    defaults; without a `head_size` it is the hidden size divided by the heads.
     """
     hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
     if config.get("head_dim") is None and head_size is None:
@@ -81,11 +79,10 @@ def transformer(
     config: Mapping[str, Any], layer: Layer, *, eps: float, positions: int, mask: int, eos: int, pad: int,
     turn: tuple[int, ...] = (), dense: FeedForward | None = None, dense_layers: int = 0, names: TensorNames = NAMES, **more: Any,
 ) -> Architecture:  # fmt: skip
-    """Return the architecture of a stack of layers that are alike, but for the feed-forward `dense` of the first `dense_layers`.
+    """Return the architecture of equal layers, except that the first `dense_layers` have the feed-forward `dense`.
 
-    `eps`, `positions` and the ids of the mask, of what ends an answer and of padding are the family's, where the config does not
-    say; `turn` are its ends of a turn, which end an answer beside one end of the text that the config names. `more` is the
-    `Architecture`'s.
+    `eps`, `positions` and the token ids are the family's defaults; `turn` are the ids that end a turn, which end an
+    answer beside a single end of the text in the config. `more` are further fields of the `Architecture`.
     """
     layers, vocabulary = positive(config, "num_hidden_layers"), positive(config, "vocab_size")
     if dense_layers > layers:

@@ -1,6 +1,6 @@
 """The inputs of a step, each declared once: the graph registers it and the packer fills it from one record.
 
-A record says what one value belongs to and how a value of a request is turned into it.
+A record says to what a value belongs and how it is computed from a request.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ if TYPE_CHECKING:
     from mosaic.models.rotary import Rotary
     from mosaic.registrar.graph import Buffer, Graph
 
-__all__ = ["ROW_BOUNDS", "Frequencies", "Input", "Per", "StepInputs", "Supply", "Window"]
-
 Per: TypeAlias = Literal["token", "extent", "row", "logit_row", "sequence", "bound", "page", "step"]
-"""What one value of an input belongs to. A `bound` is where something of a sequence begins: one more than sequences."""
+"""What one value of an input belongs to. A `bound` is where a sequence begins: there is one more than sequences."""
 Supply: TypeAlias = Callable[[], "Buffer"]
 DIMS: Final[Mapping[str, str]] = {
     "token": "tokens", "extent": "extents", "row": "masked", "logit_row": "logit_rows", "sequence": "seqs", "bound": "seqs",
@@ -46,14 +44,14 @@ class Input:
         sequence, a number, or `width` of them; of a bound, how many there are of the sequence. A copy of a sequence, which decides
         nothing, has 0 where `value` is text.
     index
-        Values are numbers of the request's tokens, which packing turns to those of the step's.
+        Values are row numbers within the request, which packing converts to row numbers of the step.
     copy
-        Which copy of the request's windows `index` means.
+        Which copy of the request's windows `index` refers to.
     width
         Elements of one value; 0: the input is one-dimensional.
     joint
-        `value` is a function that is called once, with all windows of the step, in order, and gives all values, as a NumPy array:
-        for inputs per token or sequence that would take long one by one.
+        `value` is a function that is called once, with all windows of the step in order, and returns all values as a
+        NumPy array: for inputs per token or sequence that are slow one by one.
 
     Examples
     --------
@@ -72,7 +70,7 @@ class Input:
 
     @property
     def source(self) -> str:
-        """The name that a request has the value by, where `value` is text."""
+        """The name of the value in a request, if `value` is text."""
         assert isinstance(self.value, str)
         return self.value or self.name
 
@@ -106,7 +104,7 @@ class Input:
 ROW_BOUNDS: Final = Input(
     name="cu_rows", dtype="int32", per="bound", value=lambda window: 0 if window.copy else len(window.request.rows)
 )
-"""Where the rows to decide of each sequence begin."""
+"""Bounds of the rows to decide, by sequence."""
 
 
 class Window(NamedTuple):
@@ -115,11 +113,11 @@ class Window(NamedTuple):
     Attributes
     ----------
     request
-        The request that they belong to.
+        The request of the tokens.
     token_ids
         int64 [T].
     number
-        Of the sequence in the step.
+        The sequence's number in the step.
     start
         Position of the first token.
     copy
@@ -146,14 +144,14 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Frequencies:
-    """A value: rotary frequencies of a sequence of a length, float32 [dim / 2]."""
+    """A value: rotary frequencies for a sequence length, float32 [dim / 2]."""
 
     rotary: Rotary
     length: int
 
 
 class StepInputs:
-    """Registers the inputs that a phase declares, each when it is first asked for.
+    """Registers the inputs that a phase declares, each on first use.
 
     Parameters
     ----------
@@ -167,7 +165,7 @@ class StepInputs:
         self._known: dict[str, Buffer] = {}
         self._given: dict[str, Buffer] = {}
         self.supplied: Mapping[str, Supply] = {}
-        """Inputs that the step computes itself: what registers each, when it is first asked for."""
+        """Inputs that the step computes itself: the function that registers each on first use."""
 
     def __getitem__(self, name: str) -> Buffer:
         """The input of this name."""
@@ -176,7 +174,7 @@ class StepInputs:
         return self._known[name]
 
     def given(self, name: str) -> Buffer:
-        """The input of this name as packing fills it, where the step computes another of that name."""
+        """The input of this name as packing fills it, even if the step computes another of that name."""
         if name not in self._declared:
             raise GraphError(
                 f"no part of the phase declares the input '{name}'; there are {', '.join(self._declared)}. Add it to a "
@@ -197,12 +195,12 @@ class StepInputs:
         return self._g.input(entry.name, (rows, entry.width) if entry.width else (rows,), entry.dtype)
 
     def finish(self, *, all_asked: bool = True) -> None:
-        """Make sure that there is no other input, and that every declared one was asked for, if that is so of the graph.
+        """Make sure that the graph has no other input and, if `all_used`, that every declared one was used.
 
         Raises
         ------
         GraphError
-            Naming the inputs that were not, or that packing could not fill.
+            Naming the unused inputs, or those that packing could not fill.
         """
         strange = [b.name for b in self._g.buffers if b.kind == "input" and b.name not in self._given]
         if strange:

@@ -1,7 +1,7 @@
-"""Where the keys and values of each layer lie in a token's row of the state that keeps them.
+"""The columns of each layer's keys and values in a token's row of the state.
 
-Layers may differ in key-value heads and head size, so each has a width and a place of its own. Positions do not matter
-here: keys are stored where a sequence has rows, turned by their rotary positions.
+Layers may differ in key-value heads and head size, so each has its own width and place. Row numbers are independent of
+positions: keys are stored with their rotation in whatever rows a sequence owns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["KeyRow", "attending", "key_row"]
 
 
 class KeyRow(NamedTuple):
-    """A token's row: its columns, and of each layer the place of its keys, in units of its own keys and values."""
+    """A token's row: its columns, and each layer's place, in units of that layer's keys and values."""
 
     columns: int
     places: tuple[int, ...]
@@ -29,8 +29,8 @@ class KeyRow(NamedTuple):
 def key_row(arch: Architecture) -> KeyRow:
     """Lay out the keys and values of all layers: the widest first, layers of one width in order.
 
-    A layer begins at a multiple of what it keeps, and a row is a multiple of what each layer keeps, so that operators count
-    rows and places in layers like their own. Nothing is lost where every width divides the widest.
+    A layer begins at a multiple of its width, and a row is a multiple of every layer's width, so that operators can
+    count rows and places in widths of their own layer. No column is unused if every width divides the widest.
     """
     widths = [2 * layer.attention.kv_width for layer in arch.stack]
     places, end = [0] * len(widths), 0
@@ -42,12 +42,12 @@ def key_row(arch: Architecture) -> KeyRow:
 
 
 def attending(arch: Architecture, layer: int, *, ranges: bool = False) -> dict[str, Any]:
-    """Return the attributes of an operator that attends to a layer's kept keys; `ranges`: it is told which a row sees.
+    """Return the attributes of an operator that attends to a layer's kept keys; `ranges`: an operand has visible keys.
 
     Raises
     ------
     UnsupportedModel
-        If the layer sees a window of them, and it is not told.
+        If the layer has a window and no operand gives the visible keys.
     """
     own = arch.stack[layer].attention
     if own.window and not ranges:

@@ -1,8 +1,8 @@
-"""Which keys of a config.json a family reads, which have to have a given value, and which do not matter.
+"""The keys of a config.json by family: which are read, which must have a fixed value, and which have no effect.
 
-Nothing is ignored in silence: a key whose value would change the mathematics is refused by name, and one that no table
-knows is named in a `ConfigWarning`. Where a checkpoint's own code computes the same whatever a key says, a value that
-says otherwise is refused too: the config contradicts the code, and one of the two is wrong.
+No key is ignored silently: a value that would change the mathematics is refused by name, and an unknown key is named in
+a `ConfigWarning`. If a checkpoint's own code ignores a key, a value that contradicts the code is refused too: the
+config or the code is wrong.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ from typing import Any, Final
 
 from mosaic.errors import ConfigWarning, UnsupportedModel
 
-__all__ = ["COMMON", "Fixed", "Keys"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixed:
-    """What a key has to be where it is there: null always does.
+    """The allowed values of a key; null is always allowed.
 
     Parameters
     ----------
     why
-        What Mosaic computes instead, or what the key would need: a sentence's end.
+        What Mosaic computes instead, or what the key would need: the end of a sentence.
     allowed
         The values that are computed.
     each
-        Of a list, every entry has to be one of them.
+        Whether the value is a list whose entries must each be allowed.
     unless
         Another key and the value of it with which this one has no effect.
     """
@@ -39,7 +37,7 @@ class Fixed:
     unless: tuple[str, Any] | None = None
 
     def holds(self, value: Any, config: Mapping[str, Any]) -> bool:
-        """Return whether the value is computed as it says."""
+        """Return whether the value is allowed."""
         if value is None or (self.unless is not None and config.get(self.unless[0]) == self.unless[1]):
             return True
         values = value if self.each and isinstance(value, list) else [value]
@@ -47,22 +45,22 @@ class Fixed:
 
 
 def _same(value: Any, right: Any) -> bool:
-    """Equality that tells true from 1, but not 1 from 1.0."""
+    """Equality that distinguishes true from 1, but not 1 from 1.0."""
     return isinstance(value, bool) == isinstance(right, bool) and bool(value == right)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """The table of a family, or a part of one.
+    """The keys of a family, or a part of them.
 
     Parameters
     ----------
     used
         Keys that the family's file reads.
     fixed
-        Keys that have to be absent, null, or at a given value.
+        Keys that must be absent, null, or have an allowed value.
     harmless
-        Keys that change nothing that Mosaic computes: training, generation, bookkeeping.
+        Keys without effect on Mosaic's computation: training, generation, bookkeeping.
     """
 
     used: frozenset[str] = frozenset()
@@ -70,7 +68,7 @@ class Keys:
     harmless: frozenset[str] = frozenset()
 
     def extended(self, used: str, *, fixed: Mapping[str, Fixed] | None = None, harmless: str = "") -> Keys:
-        """Return this table with more keys, their names separated by spaces; for a key given twice the later entry counts.
+        """Return this table with more keys, their names separated by spaces; a later entry of a key wins.
 
         >>> "hidden_size" in COMMON.extended("hidden_size").used
         True
@@ -85,7 +83,7 @@ class Keys:
         )
 
     def check(self, config: Mapping[str, Any], family: str) -> None:
-        """Refuse what would change the mathematics, and warn of what nobody knows.
+        """Refuse values that would change the mathematics, and warn of unknown keys.
 
         Raises
         ------
@@ -134,7 +132,7 @@ COMMON: Final = Keys().extended(
         "attention_chunk_size": Fixed(why=_SLIDING),
         "attention_bias": Fixed(allowed=(False,), why="the attention's projections have no bias"),
         "mlp_bias": Fixed(allowed=(False,), why="the feed-forward has no bias"),
-        "partial_rotary_factor": Fixed(allowed=(1,), why="all dims of a head turn"),
+        "partial_rotary_factor": Fixed(allowed=(1,), why="all dims of a head are rotated"),
         "use_mrope": Fixed(allowed=(False,), why="positions have one axis"),
         "clip_qkv": Fixed(why="queries, keys and values are not clamped"),
         "attn_logit_softcapping": Fixed(why="attention scores are not capped"),
@@ -166,4 +164,4 @@ COMMON: Final = Keys().extended(
     "num_return_sequences remove_invalid_values exponential_decay_length_penalty suppress_tokens "
     "begin_suppress_tokens",
 )
-"""What every family shares: the standard keys of Hugging Face configs, and those of models that look alike."""
+"""The keys of all families: the standard keys of Hugging Face configs, and those of similar models."""

@@ -11,8 +11,6 @@ from mosaic.models.keys import COMMON, Fixed
 from mosaic.models.rotary import read_rotary
 from mosaic.models.values import count, flag, number, positive, share, token_id, token_ids
 
-__all__ = ["FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture"]
-
 FAMILY: Final = "llada"
 LABEL: Final = "LLaDA"
 MODEL_TYPES: Final = ("llada",)
@@ -77,7 +75,7 @@ KEYS: Final = COMMON.extended(
         "include_bias": Fixed(allowed=(False,), why="only q, k and v may have a bias, by 'include_qkv_bias'"),
         "scale_logits": Fixed(allowed=(False,), why="logits are not scaled"),
     },
-    # angles, cosines and sines are float32 here always; norms of q and k, and ALiBi, are off
+    # angles, cosines and sines are always float32 here; norms of q and k, and ALiBi, are off
     harmless="rope_full_precision flash_attention attention_layer_norm_with_affine alibi_bias_max layer_norm_eps precision "
     "init_device init_fn init_std init_cutoff_factor",
 )
@@ -122,7 +120,7 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
-    """The heads of keys and values: one with `multi_query_attention`, which has to agree with `n_kv_heads`."""
+    """The number of key-value heads: 1 with `multi_query_attention`, which must agree with `n_kv_heads`."""
     given = {"n_kv_heads": config.get("n_kv_heads")}
     if config.get("multi_query_attention") is not None:
         given["multi_query_attention"] = 1 if flag(config, "multi_query_attention", default=False) else heads
@@ -130,5 +128,5 @@ def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
 
 
 def _tied(config: Mapping[str, Any]) -> bool:
-    """Whether the head is the embedding: LLaDA's own key, or Hugging Face's where it is not there."""
+    """Whether the head is the embedding: LLaDA's own key, else Hugging Face's."""
     return flag(config, "weight_tying", default=flag(config, "tie_word_embeddings", default=False))

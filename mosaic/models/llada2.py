@@ -1,4 +1,4 @@
-"""LLaDA2.0 and 2.1 (inclusionAI): 256 experts chosen by groups beside a shared one, fused q, k, v, half of each head rotated.
+"""LLaDA2.0 and 2.1 (inclusionAI): 256 experts chosen by groups, a shared one, fused q, k, v, half of each head rotated.
 
 Attention is causal by blocks of 32 positions, logits are not shifted.
 """
@@ -16,12 +16,10 @@ from mosaic.models.huggingface import HUGGINGFACE, attention, preset, transforme
 from mosaic.models.keys import Fixed
 from mosaic.models.values import count, flag, number, positive
 
-__all__ = ["EDITING", "FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture", "edits"]
-
 FAMILY: Final = "llada2"
 LABEL: Final = "LLaDA2"
 EDITING: Final = "llada21_moe"
-"""The model type of LLaDA2.1, which edits tokens; its released config.json says that of 2.0."""
+"""The model type that Mosaic gives LLaDA2.1, which edits tokens; its released config.json has that of LLaDA2.0."""
 MODEL_TYPES: Final = ("llada2_moe", EDITING)
 _VERSION: Final = re.compile(r"llada[-_]?2[._]?(\d)(?!\d)", re.IGNORECASE)
 _NAMES_OF_A_PATH: Final = 3  # a checkpoint's directory, or a revision of a cached one: name/snapshots/hash
@@ -38,7 +36,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def _names(query_rows: int, kv_rows: int) -> TensorNames:
-    """Names of its own; q, k and v are one tensor, all rows of q first."""
+    """Names of the family; q, k and v are one tensor, all rows of q first."""
     layer = "model.layers.{layer}."
     fused, key, value = f"{layer}attention.query_key_value.weight", query_rows + kv_rows, query_rows + 2 * kv_rows
     return TensorNames(
@@ -85,7 +83,7 @@ KEYS: Final = HUGGINGFACE.extended(
 
 
 def architecture(config: Mapping[str, Any]) -> Architecture:
-    """Read the config.json of a LLaDA2; the mask id is 156895 and the block 32 where the config does not say.
+    """Read the config.json of a LLaDA2; the mask id defaults to 156895 and the block to 32.
 
     >>> architecture(PRESETS["llada2-mini"]).rotary.dim
     64
@@ -105,7 +103,7 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         shared=_shared(config),
         experts=positive(config, "num_experts"),
         experts_per_token=chosen,
-        # the model's own router leaves the weight of a single expert as it is
+        # the model's own router does not normalise the weight of a single expert
         normalize=chosen > 1,
         scoring="sigmoid",
         groups=groups if groups > 1 else 0,
@@ -122,10 +120,10 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def edits(config: Mapping[str, Any], path: Path | None) -> bool:
-    """Tell a LLaDA2.1, whose config.json is that of a 2.0.
+    """Tell whether a model is LLaDA2.1, whose config.json is that of LLaDA2.0.
 
-    By its model type; by the threshold for editing in the modelling file that lies beside it; or by the version in the name
-    that the config or the directory has.
+    By its model type, by the editing threshold in the modelling file beside it, or by the version in the name of the
+    config or the directory.
     """
     if str(config.get("model_type")).lower() == EDITING:
         return True
@@ -138,7 +136,7 @@ def edits(config: Mapping[str, Any], path: Path | None) -> bool:
 
 
 def _shared(config: Mapping[str, Any]) -> int:
-    """The size of all shared experts together; where it is said apart, it has to be the product."""
+    """The columns of all shared experts together; a config key that states them must agree with the product."""
     size = positive(config, "moe_intermediate_size") * count(config, "num_shared_experts")
     said = config.get("moe_shared_expert_intermediate_size")
     if size and said is not None and said not in (size, positive(config, "moe_intermediate_size")):

@@ -12,8 +12,6 @@ from mosaic.models.huggingface import NAMES as HUGGINGFACE_NAMES
 from mosaic.models.keys import Fixed
 from mosaic.models.values import flag, positive
 
-__all__ = ["FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture"]
-
 FAMILY: Final = "llada-moe"
 LABEL: Final = "LLaDA-MoE"
 MODEL_TYPES: Final = ("lladamoe", "llada_moe")
@@ -33,7 +31,7 @@ NAMES: Final = replace(
 )
 
 
-_ROUTER: Final = "a token's experts are the best of all by softmax, weighed by it as it is"
+_ROUTER: Final = "experts are the top ones by softmax, and their weights are the softmax values, not renormalised"
 _EXPERTS: Final = "every layer's feed-forward is its routed experts alone"
 KEYS: Final = HUGGINGFACE.extended(
     "expert_intermediate_size moe_intermediate_size num_experts num_experts_per_tok qk_layernorm qkv_bias",
@@ -50,13 +48,13 @@ KEYS: Final = HUGGINGFACE.extended(
         "router_num_group": Fixed(allowed=(0, 1, -2), why=_ROUTER),
         "router_topk_group": Fixed(allowed=(0, 1, -2), why=_ROUTER),
     },
-    # of dense layers, which there are none of
+    # of dense layers; the model has none
     harmless="dense_intermediate_size intermediate_size",
 )
 
 
 def architecture(config: Mapping[str, Any]) -> Architecture:
-    """Read a LLaDA-MoE config.json; the mask id is 156895 where the config does not say.
+    """Read a LLaDA-MoE config.json; the mask id defaults to 156895.
 
     >>> architecture(PRESETS["llada-moe"]).feed_forward.experts
     64

@@ -1,5 +1,4 @@
-"""What one kind of step does besides running the layers: a phase, composed of parts. It is one graph of a model's program, or
-two where it is cut."""
+"""A phase: a kind of step, composed of parts. It is one graph of a model's program, or two if it is cut."""
 
 from __future__ import annotations
 
@@ -21,10 +20,8 @@ from mosaic.registrar.bucketed import BucketedStep
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = ["FULL_STEP", "GraphOf", "Phase", "shared_phase"]
-
 GraphOf: TypeAlias = Literal["whole", "prefix", "suffix"]
-"""Which graph of a phase: the one that it has, or the first or second where it is cut."""
+"""Which graph of a phase: its only one, or the first or second of a cut phase."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +31,13 @@ class Phase:
     Parameters
     ----------
     tokens
-        Where the tokens of windows come from: the host, or a canvas on the device.
+        The source of the windows' tokens: the host, or a canvas on the device.
     cache
         Which keys and values are attended to, and which outlive the step.
     head
-        What is computed of the rows that are unembedded.
+        The results for each unembedded row.
     commit
-        How rows are scored and which are committed; None: the step returns the head's figures.
+        How rows are scored and which are committed; None: the step returns the head's results.
     guidance
         A second copy of the sequences is computed, without the prompt.
     logits
@@ -48,16 +45,16 @@ class Phase:
     cut
         The step is two graphs, the second over fewer rows; None: it is one.
     others
-        Parts of other kinds: of whoever reads or writes a state of its own.
+        Parts of other kinds, such as readers or writers of states of their own.
     held
-        States that others have rows of, which the step does not touch: its plan counts them.
+        States with rows of other owners, which the step does not touch: its plan counts them.
     graph
-        Of a phase that is cut, which of its graphs is meant; the whole step has none of its own.
+        Which graph of a cut phase is meant; None for the whole step.
 
     Raises
     ------
     UsageError
-        If the parts do not make a step.
+        If the parts cannot form a step.
 
     Examples
     --------
@@ -95,7 +92,7 @@ class Phase:
             raise UsageError("a canvas on the device is for phases that commit, without guidance.")
 
     def __hash__(self) -> int:
-        """Found once: phases are in the keys of all that is kept of steps."""
+        """Cached: phases are in the keys of most caches of steps."""
         return self._hash
 
     @cached_property
@@ -104,7 +101,7 @@ class Phase:
 
     @cached_property
     def states(self) -> tuple[State, ...]:
-        """The states that its parts have, each once."""
+        """The distinct states of its parts."""
         return tuple(dict.fromkeys(state for part in self.parts for state in part.states))
 
     @cached_property
@@ -114,14 +111,14 @@ class Phase:
 
     @property
     def parts(self) -> Iterator[Part]:
-        """The parts, in the order in which they are registered."""
+        """The parts, in the order of registration."""
         found = (self.tokens, self.cache, self.cut, *self.others, self.head, self.guidance, self.commit, self.logits)
         return (part for part in found if part is not None)
 
     @property
     def name(self) -> str:
-        """The phase's label: `full_step`, `denoise` (over cached keys), or `commit` (no head; `prefill` is a long one); of a phase
-        that is cut, `denoise_prefix` and `denoise_suffix` are its graphs."""
+        """The phase's label: `full_step`, `denoise` (over cached keys), or `commit` (no head; `prefill` is a long one).
+        The graphs of a cut phase are `denoise_prefix` and `denoise_suffix`."""
         if not self.head.decides:
             return "commit"
         whole = "denoise" if self.cached else "full_step"
@@ -129,14 +126,14 @@ class Phase:
 
     @cached_property
     def graphs(self) -> tuple[Phase, ...]:
-        """The graphs that a step of the phase runs, in order: itself, or prefix and suffix where it is cut."""
+        """The graphs of a step, in order: the phase itself, or prefix and suffix of a cut phase."""
         if self.cut is None or self.graph != "whole":
             return (self,)
         return replace(self, graph="prefix"), replace(self, graph="suffix")
 
     @cached_property
     def bucketed(self) -> BucketedStep | None:
-        """Of a phase that is cut, how its graphs make a step; None: it is one graph."""
+        """How the two graphs of a cut phase make a step; None for an uncut phase."""
         if self.cut is None or len(self.graphs) == 1:
             return None
         cut, (prefix, suffix) = self.cut, self.graphs
@@ -152,12 +149,12 @@ class Phase:
 
     @property
     def shipped(self) -> bool:
-        """Whether all parts, and kinds of states, are Mosaic's own."""
+        """Whether all parts, and all states, are of Mosaic's own classes."""
         return all(type(one).__module__.startswith("mosaic.") for one in (*self.parts, *self.held))
 
     @property
     def copies(self) -> int:
-        """How many windows there are of each sequence."""
+        """The number of windows per sequence."""
         return 1 if self.guidance is None else 2
 
     @property
@@ -178,19 +175,19 @@ class Phase:
         return self if head == self.head else replace(self, head=head)
 
     def shifts(self, arch: Architecture) -> bool:
-        """Return whether packing shifts the rows of a shifted model; where it does not, an op does.
+        """Return whether packing shifts the rows of a shifted model; otherwise an op does.
 
-        It does where a rule chooses among the rows: the first position after a window may be one of them.
+        It does if a rule chooses among the rows: the first position after a window may be one of them.
         """
         return arch.shifted and self.commit is not None
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """Return the inputs of all parts, the rows that are unembedded, of copies too, and their random keys."""
+        """Return the inputs of all parts, the rows to unembed, including copies, and their random keys."""
         return _inputs(self, arch)
 
     @cached_property
     def results(self) -> Mapping[str, ResultPer]:
-        """The outputs that go back to requests, of all parts, and what one value belongs to."""
+        """The outputs of all parts that go back to requests, and what one value belongs to."""
         return {name: per for part in self.parts for name, per in part.results.items()}
 
     def windows(self, request: Any) -> list[Any]:
@@ -198,7 +195,7 @@ class Phase:
         return [request.token_ids, *([] if self.guidance is None else [self.guidance.copy_of(request)])]
 
     def registered(self, *, logits: ReturnedLogits | None, open_states: Iterable[State]) -> Phase:
-        """Return the phase as a step of it is registered that returns logits, or while these states have rows."""
+        """Return the phase with logits, and with states that other owners have rows of."""
         held = set(open_states).difference(self.states)
         return replace(self, logits=self.logits or logits, held=tuple(sorted(held, key=lambda state: state.name)))
 
@@ -241,7 +238,7 @@ def _covers(part: Any) -> list[Any]:
 
 @lru_cache(maxsize=256)
 def _inputs(phase: Phase, arch: Architecture) -> tuple[Input, ...]:
-    """What `Phase.inputs` gives: every step asks."""
+    """`Phase.inputs`, cached: every step asks."""
     value = before if phase.shifts(arch) else "rows"
     rows = [
         Input(name=name, dtype="int64", per="row", index=True, value=value, copy=copy)
@@ -259,4 +256,4 @@ def before(request: Any) -> Any:
 
 
 FULL_STEP: Final = Phase()
-"""The whole sequence, statistics of the masked rows: what calling a model runs."""
+"""The whole sequence, statistics of the masked rows: the phase of a model's call."""

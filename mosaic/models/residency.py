@@ -1,8 +1,8 @@
 """Where a step's weights and hidden states live: on the device, or in pinned host memory with transfers beside the step.
 
-A streamed weight is an ordinary transient, written by a copy on the side stream `weights` while the sublayer before
-computes. An offloaded hidden state stays in host memory; each iteration of a token region works on a window of it,
-in one of two slots: the next one is fetched and the last one stored meanwhile (streams `fetch` and `store`).
+A streamed weight is an ordinary transient, written by a copy on the side stream `weights` while the previous sublayer
+computes. An offloaded hidden state stays in host memory; each iteration of a token region works on a window of it, in
+one of two slots. Meanwhile the next window is fetched and the previous one stored (streams `fetch` and `store`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from mosaic.registrar.operator import Dim
     from mosaic.registrar.schemes.scheme import Bundle, Matrix
 
-__all__ = ["SLOTS", "Hidden", "Residency", "fetched", "stored"]
-
 WEIGHTS: Final = "weights"
 FETCH: Final = "fetch"
 STORE: Final = "store"
@@ -27,14 +25,14 @@ SLOTS: Final = 2
 SHARES: Final[Mapping[str, float]] = {
     "none": 0.0, "embedding": 0.0, "25%": 0.25, "50%": 0.5, "75%": 0.75, "layers": 1.0, "all": 1.0,
 }  # fmt: skip
-"""Options of the choice `stream`, each with the share of the layers whose matrices are streamed, the last ones; every
+"""Options of the choice `stream`, and the share of layers, counted from the last, whose matrices are streamed; every
 option but `none` keeps the embedding in host memory too, and `all` the head."""
 UNTIED: Final = frozenset({"embedding", "all"})
-"""Options that do not exist where the embedding is the head: it stays on the device."""
+"""Options that do not exist if the embedding is the head, which stays on the device."""
 
 
 class Residency:
-    """Gives the weights of a step, from the device or fetched ahead of use, as the choice `stream` says."""
+    """Gives the weights of a step, on the device or fetched ahead of use, by the choice `stream`."""
 
     def __init__(self, g: Graph, arch: Architecture) -> None:
         options = [name for name in SHARES if name not in UNTIED or not arch.tied]
@@ -57,7 +55,7 @@ class Residency:
         return layer >= self._streamed_from
 
     def fetch(self, matrices: Sequence[Matrix], *, streamed: bool) -> dict[str, Bundle]:
-        """Give the matrices; where streamed, issue the copies of their parts now and let `arrive` wait for them."""
+        """Give the matrices; if streamed, issue the copies of their parts now, for which `arrive` waits."""
         if not streamed:
             return {m.name: m.bundle(self._arch.dtype, self.on_device) for m in matrices}
         with self._g.stream(WEIGHTS):
@@ -78,7 +76,7 @@ class Residency:
         return self._g.buffer(f"{name}@host", shape, dtype, kind="host", tensor=tensor)
 
     def arrive(self, *, streamed: bool) -> None:
-        """Let the next op wait for what was fetched."""
+        """Make the next op wait for the fetched weights."""
         if streamed:
             self._g.wait(WEIGHTS)
 
@@ -91,9 +89,9 @@ class Hidden:
     rows
         T.
     on_host
-        Whether it lives in host memory.
+        Whether it is in host memory.
     buffer
-        Where it lies, if not in a buffer of its own.
+        Its buffer; a new one if not given.
     """
 
     def __init__(self, g: Graph, arch: Architecture, rows: Dim, *, on_host: bool, buffer: Buffer | None = None) -> None:
@@ -109,7 +107,7 @@ class Hidden:
         return fetched(self._g, self.buffer, (size, self._arch.hidden), self._arch.dtype, name)
 
     def window(self, size: Dim, name: str) -> Buffer:
-        """Give the buffer that this iteration writes rows to, which `keep` stores."""
+        """Give the buffer that this iteration writes rows to; `keep` stores it."""
         if not self.on_host:
             return self.buffer
         return self._g.buffer(name, (size, self._arch.hidden), self._arch.dtype, rotate=SLOTS)

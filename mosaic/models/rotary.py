@@ -1,4 +1,4 @@
-"""Rotary frequencies as a config.json asks for them: the base, and how contexts beyond the trained one are reached.
+"""Rotary frequencies of a config.json: the base, and the scaling to contexts beyond the trained one.
 
 Sources: linear, kaiokendev 2023; dynamic NTK, emozilla 2023; YaRN, Peng et al. 2023, arXiv 2309.00071; llama3, the
 scaling of Llama 3.1. `runtime/frequencies.py` computes them; plans name them by `Rotary.constant`.
@@ -13,8 +13,6 @@ from typing import Any, Final, Literal, Self, TypeAlias, get_args
 
 from mosaic.errors import UnsupportedModel, UsageError
 from mosaic.models.values import flag, number, positive, refuse
-
-__all__ = ["Rotary", "Scaling", "read_rotary"]
 
 Scaling: TypeAlias = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 
@@ -35,19 +33,19 @@ _HUGE: Final = 1e30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """The frequencies of one model: 1 / theta^(2i/dim) for the pairs i of dims that turn, changed by the scaling.
+    """The frequencies of one model: 1 / theta^(2i/dim) for the pairs i of rotated dims, changed by the scaling.
 
     Parameters
     ----------
     theta, dim
-        The base, and the dims of a head that turn.
+        The base, and the rotated dims of a head.
     kind
-        `default` leaves them. `linear` divides all by `factor`. `dynamic` (NTK) raises the base with the sequence's length
-        L beyond `original`, by (factor * L / original - (factor - 1))^(dim / (dim - 2)). `yarn` divides by `factor` those
-        that turn fewer than `slow` times in `original` positions, none that turn more than `fast` times, and others in
-        part. `llama3` does so by wavelengths, `original` over `slow` and over `fast`.
+        `default`: unchanged. `linear` divides all by `factor`. `dynamic` (NTK) raises the base with the sequence's
+        length L beyond `original`, by (factor * L / original - (factor - 1))^(dim / (dim - 2)). `yarn` divides by
+        `factor` those that make fewer than `slow` turns in `original` positions, none that make more than `fast`, and
+        the others in part. `llama3` does so by wavelengths, `original` over `slow` and over `fast`.
     factor
-        How many times the trained context, at least 1.
+        Multiple of the trained context, at least 1.
     original
         Positions that the model was trained on.
     fast, slow
@@ -67,7 +65,7 @@ class Rotary:
 
     @property
     def constant(self) -> str:
-        """What plans call these frequencies; with `dynamic` they depend on a sequence's length and are no constant of a plan.
+        """The name of these frequencies in plans; `dynamic` ones depend on a sequence's length and are no constant.
 
         >>> Rotary(theta=10000.0, dim=64).constant
         '=inv_freq:theta=10000.0,dim=64'
@@ -78,13 +76,13 @@ class Rotary:
         return _PREFIX + ",".join(f"{name}={value}" for name, value in said.items())
 
     def check_kept(self, keys: int, length: int) -> None:
-        """Refuse kept keys beyond the trained positions where frequencies depend on a length that was not said: keys are kept
-        rotated.
+        """Refuse kept keys beyond the trained positions if frequencies depend on a length that was not given: keys are
+        kept rotated.
 
         Parameters
         ----------
         keys, length
-            Keys that a step sees, and the length that its sequence has in the end; 0 where it is not known.
+            Keys that a step sees, and the final length of its sequence; 0 if unknown.
 
         Raises
         ------
@@ -127,28 +125,28 @@ _READERS: Final[Mapping[str, Any]] = {
 def read_rotary(
     config: Mapping[str, Any], head_size: int, positions: int, *, theta: float, share: float = 1.0
 ) -> tuple[Rotary, float]:
-    """Read `rope_theta` and `rope_scaling`, or `rope_parameters`, which transformers 5 writes instead.
+    """Read `rope_theta` and `rope_scaling`, or `rope_parameters`, its name in transformers 5.
 
     Parameters
     ----------
     config
         The config.json.
     head_size, positions
-        Of the model; positions are the ones that it is made for.
+        Of the model: the positions that it was trained for.
     theta, share
-        The family's base and share of a head's dims that turn, where the config does not say.
+        The family's defaults of the base and of the share of a head's dims that are rotated.
 
     Returns
     -------
     Rotary
         The frequencies.
     float
-        What cosines and sines are multiplied by: YaRN's attention factor, else 1.
+        The factor on cosines and sines: YaRN's attention factor, else 1.
 
     Raises
     ------
     UnsupportedModel
-        A scaling that is unknown or cannot be, by name.
+        If the scaling is unknown or a value is invalid; the message names it.
     """
     where, given = _scaling(config)
     kind = given.get("rope_type", given.get("type")) or "default"
@@ -163,10 +161,10 @@ def read_rotary(
     base = number(merged, "rope_theta", theta, above=1, most=_HUGE)
     part = number(merged, "partial_rotary_factor", share, above=0, most=1)
     if share == 1 != part:
-        raise refuse("partial_rotary_factor", "1 or absent, as all dims of a head turn", part)
+        raise refuse("partial_rotary_factor", "1 or absent, as all dims of a head are rotated", part)
     dim = int(head_size * part)
     if dim % 2 or not dim:
-        raise UnsupportedModel(f"config.json: {dim} of the {head_size} dims of a head turn; they turn in pairs.")
+        raise UnsupportedModel(f"config.json: {dim} of the {head_size} dims of a head are rotated; they come in pairs.")
     trained = positive(config, "original_max_position_embeddings", default=0)
     if kind == "default":
         return Rotary(theta=base, dim=dim), 1.0
@@ -174,7 +172,7 @@ def read_rotary(
 
 
 def _scaling(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The mapping that says how frequencies are scaled, and its key: `rope_scaling` before `rope_parameters`."""
+    """The mapping that scales frequencies, and its key: `rope_scaling` before `rope_parameters`."""
     given = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
     for key, value in given.items():
         if not isinstance(value, Mapping):
@@ -194,7 +192,7 @@ def _scaling(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 def _scaled(
     kind: Any, given: Mapping[str, Any], theta: float, dim: int, positions: int, trained: int
 ) -> tuple[Rotary, float]:
-    """The frequencies of a scaling other than the default; `trained` is what the config says outside of it, or 0."""
+    """The frequencies of a scaling; `trained` are the trained positions by the rest of the config, or 0."""
     original = trained or positive(given, "original_max_position_embeddings", default=positions)
     factor: float | None = None
     if kind == "yarn" and given.get("factor") is None:
@@ -209,7 +207,7 @@ def _scaled(
         if original != positions:
             raise refuse("original_max_position_embeddings", f"{positions} with dynamic scaling, or absent", original)
         if dim == 2:
-            raise UnsupportedModel("config.json: dynamic scaling needs more than two dims of a head that turn.")
+            raise UnsupportedModel("config.json: dynamic scaling needs more than two rotated dims of a head.")
         return Rotary(theta=theta, dim=dim, kind=kind, factor=factor, original=positions), 1.0
     slow_key, fast_key = ("beta_slow", "beta_fast") if kind == "yarn" else ("low_freq_factor", "high_freq_factor")
     if kind == "llama3" and not {slow_key, fast_key} <= given.keys():
@@ -233,7 +231,7 @@ def _factor(given: Mapping[str, Any]) -> float:
 
 
 def _attention_factor(given: Mapping[str, Any], factor: float) -> float:
-    """YaRN's: as given, or 0.1 ln(factor) + 1, or the quotient of two such with `mscale` and `mscale_all_dim`."""
+    """YaRN's attention factor: as given, or 0.1 ln(factor) + 1, or the quotient for `mscale` and `mscale_all_dim`."""
     if given.get("attention_factor") is not None:
         return number(given, "attention_factor", 1.0, above=0, most=_HUGE)
     upper, lower = (number(given, key, 0.0, above=-1, most=_HUGE) for key in ("mscale", "mscale_all_dim"))

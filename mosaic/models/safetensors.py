@@ -1,6 +1,6 @@
-"""Checkpoint files without torch: the headers of safetensors, every claim of them checked, nothing else read.
+"""Checkpoint files without torch: the headers of safetensors, fully checked; tensor data is not read.
 
-So that `mosaic plan` refuses a checkpoint that could not be loaded, and loading trusts what it maps.
+So `mosaic plan` refuses a checkpoint that cannot be loaded, and loading can trust the offsets.
 """
 
 from __future__ import annotations
@@ -20,23 +20,6 @@ from mosaic.registrar.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
-
-__all__ = [
-    "AGAIN",
-    "INDEX",
-    "SAFETENSORS_DTYPES",
-    "SINGLE",
-    "Layout",
-    "TensorEntry",
-    "find_entry",
-    "is_stack",
-    "members",
-    "missing",
-    "read_header",
-    "refuse_unused",
-    "tensor_rows",
-    "wrong",
-]
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -59,7 +42,7 @@ _MOST_HEADER_BYTES: Final = 100_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """Where a tensor lies in a file: dtype by its PyTorch name, shape, bytes [start, end) of the data section."""
+    """A tensor's place in a file: dtype by its PyTorch name, shape, bytes [start, end) of the data section."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -89,7 +72,7 @@ def is_stack(tensor: str) -> bool:
 
 
 def members(tensor: str) -> list[str]:
-    """List the checkpoint tensors that a buffer's `tensor` stands for: itself, or the members of a stack.
+    """List the checkpoint tensors that a buffer's `tensor` names: itself, or the members of a stack.
 
     >>> members("experts.{0:2}.up")
     ['experts.0.up', 'experts.1.up']
@@ -101,7 +84,7 @@ def members(tensor: str) -> list[str]:
 
 
 def tensor_rows(tensor: str) -> tuple[str, tuple[int, int] | None]:
-    """Split what a buffer's `tensor` stands for into a checkpoint tensor and the rows [start, end) of it; None: all.
+    """Split a buffer's `tensor` into a checkpoint tensor and its rows [start, end); None: all rows.
 
     >>> tensor_rows("qkv.weight[8:12]"), tensor_rows("o.weight")
     (('qkv.weight', (8, 12)), ('o.weight', None))
@@ -111,7 +94,7 @@ def tensor_rows(tensor: str) -> tuple[str, tuple[int, int] | None]:
 
 
 class Layout:
-    """Which tensor lies in which file of a checkpoint directory, by the headers of `model.safetensors` or its shards.
+    """The file of each tensor of a checkpoint directory, by the headers of `model.safetensors` or its shards.
 
     Raises
     ------
@@ -144,11 +127,11 @@ class Layout:
 
     @staticmethod
     def exists(directory: str | os.PathLike[str]) -> bool:
-        """Return whether a directory holds weights at all, not only a config.json."""
+        """Return whether a directory holds weights, not only a config.json."""
         return any((Path(directory) / name).is_file() for name in (INDEX, SINGLE))
 
     def find(self, name: str, shape: tuple[int, ...]) -> tuple[Path, TensorEntry]:
-        """Return the file and entry of a tensor, or of some rows of one, that the model needs with this shape."""
+        """Return the file and entry of a tensor, or of rows of one, checked against the model's shape."""
         name, rows = tensor_rows(name)
         if name not in self.where:
             raise missing(self.path, name, shape, self.where)
@@ -161,14 +144,14 @@ class Layout:
         return file, entry
 
     def verify(self, weights: Iterable[tuple[str, tuple[int, ...]]], architecture: Architecture) -> None:
-        """Make sure that every weight is there with its shape, and nothing else; constants (`=…`) aside.
+        """Make sure that every weight has its tensor and shape, and that no tensor is unused; constants (`=…`) aside.
 
-        Stacks are verified member by member. Of a tensor that is taken by rows, all rows have to be.
+        Stacks are verified member by member. If a tensor is used by rows, all its rows must be used.
 
         Raises
         ------
         CheckpointError
-            Naming the tensor that is missing, of another shape, or used by nothing.
+            Naming the tensor that is missing, of another shape, or unused.
         """
         taken: dict[str, int] = {}
         used: set[str] = set()
@@ -194,7 +177,7 @@ class Layout:
 
 
 def missing(path: Path | str, name: str, shape: Sequence[int], others: Iterable[str]) -> CheckpointError:
-    """Say that a tensor is not there, and which one of the same layer is called alike."""
+    """Return the error of a missing tensor, with a similar name of the same layer."""
     names = list(others)
     numbers = re.findall(r"\d+", name)
     close = difflib.get_close_matches(name, (n for n in names if re.findall(r"\d+", n) == numbers), n=1, cutoff=0.8)
@@ -206,7 +189,7 @@ def missing(path: Path | str, name: str, shape: Sequence[int], others: Iterable[
 
 
 def refuse_unused(path: Path | str, unused: Sequence[str]) -> None:
-    """Refuse tensors that nothing uses: the model that they belong to is another than the config describes.
+    """Refuse unused tensors: they belong to another model than the config describes.
 
     Raises
     ------

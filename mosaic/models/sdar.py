@@ -10,8 +10,6 @@ from mosaic.models.huggingface import HUGGINGFACE, attention, preset, transforme
 from mosaic.models.keys import Fixed
 from mosaic.models.values import positive
 
-__all__ = ["FAMILY", "KEYS", "LABEL", "MODEL_TYPES", "PRESETS", "architecture"]
-
 FAMILY: Final = "sdar"
 LABEL: Final = "SDAR"
 MODEL_TYPES: Final = ("sdar",)
@@ -20,7 +18,7 @@ _END_OF_TEXT, _END_OF_TURN = 151643, 151645
 
 
 def _preset(hidden: int, layers: int, heads: int, ffn: int) -> dict[str, Any]:
-    """The config.json of a released size; all are untied, unlike the Qwen3 models of 1.7B and 4B that they come from."""
+    """The config.json of a released size; all are untied, unlike the Qwen3 models of 1.7B and 4B."""
     return preset(
         "SDARForCausalLM", "sdar", hidden=hidden, layers=layers, heads=heads, kv_heads=8, vocabulary=151936, theta=1000000,
         head_dim=128, intermediate_size=ffn, block_size=4, mask_token_id=151669, eos_token_id=_END_OF_TEXT,

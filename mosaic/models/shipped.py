@@ -1,4 +1,4 @@
-"""The small trained models that are part of the wheel, by name."""
+"""The small trained models in the wheel, by name."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from typing import Final
 
 from mosaic.errors import CheckpointError
 
-__all__ = ["CHECKPOINTS", "SHIPPED", "shipped"]
-
 SHIPPED: Final[Mapping[str, str]] = {"small": "small-llada", "small-llada": "small-llada", "small-sdar": "small-sdar"}
 """Name -> directory in `mosaic/checkpoints`; `small` is the bidirectional one."""
 CHECKPOINTS: Final = Path(__file__).parent.parent / "checkpoints"
 
 
 def shipped(name: str) -> Path | None:
-    """Return the directory of a model that is shipped, or None for any other name.
+    """Return the directory of a shipped model, or None for any other name.
 
     Raises
     ------
     CheckpointError
-        If this installation lacks its files.
+        If its files are missing from this installation.
 
     Examples
     --------

@@ -1,6 +1,6 @@
-"""The states of a model's steps: memory by name that outlives a step, in rows that owners hold.
+"""The states of a model's steps: named memory that outlives a step, in rows that owners hold.
 
-A part of a phase names the states that it has; from then on the graph, plans, admission and the engine know them by that.
+A part of a phase lists its states; graph, plans, admission and the engine learn of them from the part.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class State:
     ----------
     name
         In graphs and reports; its number of rows is the dim `NAME_rows`, its pool is `state/NAME`.
-    width
+    Columns of a row; 0: a row is one element. A subclass may compute `columns` from the model.
         Columns of a row; 0: a row is one element. A subclass may have its `columns` depend on the model.
     dtype
         Of its elements; the model's, if not given.
     extents
-        Its layout: whether neighbouring rows that an owner is given at once are an extent, which operators lay out as one,
-        and which goes back as one. Otherwise each row is laid out, and goes back, by itself.
+        Its layout: rows that an owner reserves at once are an extent, which operators lay out as a whole and which is
+        given back as a whole. Otherwise each row is laid out, and given back, by itself.
     least_rows
-        Rows that steps are planned for at least, so that few plans serve while rows get more: few, where a row is large.
+        The fewest rows that steps are planned for, so that few plans serve while rows grow: few, if a row is large.
 
     Raises
     ------
     GraphError
-        If there is no such dtype.
+        If the dtype is unknown.
 
     Examples
     --------
@@ -60,21 +60,21 @@ class State:
 
     @property
     def rows_dim(self) -> str:
-        """The dim that its rows are."""
+        """The dim of its rows."""
         return f"{self.name}_rows"
 
     def columns(self, arch: Architecture) -> int:
-        """Return the columns of a row in a model; 0 where it is one element."""
+        """Return the columns of a row in a model; 0 if it is one element."""
         return self.width
 
     def register(self, g: Graph, arch: Architecture) -> Buffer:
-        """Declare the state in a graph; again, and it is the same buffer."""
+        """Declare the state in a graph; a second call returns the same buffer."""
         rows, columns = g.dim(self.rows_dim), self.columns(arch)
         return g.state(self.name, (rows, columns) if columns else (rows,), self.dtype or arch.dtype)
 
 
 def rows_by_name(rows: Mapping[State, int]) -> dict[str, int]:
-    """Return the states that have rows, in the order of their names.
+    """Return the states with rows, ordered by name.
 
     >>> rows_by_name({State(name="summary", width=1): 3, State(name="kv", width=2): 0})
     {'summary': 3}

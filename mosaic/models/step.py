@@ -1,4 +1,4 @@
-"""The size of a step: all that planning, admission, packing and execution are told of it."""
+"""The size of a step, which planning, admission, packing and execution share."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.registrar.bucketed import BucketedStep
 
-__all__ = ["MAX_TOKENS", "StepSize", "bucket", "most_rows", "rounded_states"]
-
 MAX_TOKENS: Final = 2**31 - 1
 """Positions and sequence bounds are int32."""
 FEWEST_ROWS: Final = 16
@@ -26,9 +24,9 @@ FEWEST_KEYS: Final = 64
 FEWEST_EXTENTS: Final = 16
 MOST_DOUBLED: Final = 256
 MOST_PADDED: Final = 64
-"""What decoding steps are planned for at least, and up to how many rows plans are for powers of two: a few rows take about as
-long as one, and a generation whose masks get fewer then needs few plans, each of which is captured once. Tokens of padded windows
-are rounded so up to `MOST_PADDED`."""
+"""The least size that decoding steps are planned for, and the size up to which plans are for powers of two. A few rows
+take about as long as one, so a generation whose masks get fewer needs few plans, each captured once. Tokens of padded
+windows are rounded to powers of two up to `MOST_PADDED`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,28 +38,28 @@ class StepSize:
     phase
         The kind of step.
     windows
-        Tokens of each sequence; where keys are cached, of each window.
+        Tokens of each sequence; in cached phases, of each window.
     keys
-        Of cached phases: keys that each window sees, its own included.
+        Cached phases: keys that each window sees, its own included.
     owned
-        Of cached phases: tokens that each sequence has rows of the state for; the keys it sees, if not given. A step is
+        Cached phases: tokens that each sequence has rows of the state for; by default the keys it sees. A step is
         planned for all of them, so one plan, and one captured graph, serves it while the window moves on.
     extents
-        Of cached phases: extents that the rows of all sequences lie in; one a sequence, if not given.
+        Cached phases: extents of the rows of all sequences; by default one per sequence.
     rows
-        Rows to decide, of all sequences together; 0 where the phase has no head.
+        Rows to decide, of all sequences together; 0 if the phase has no head.
     logit_rows
         Rows whose logits are returned.
     kept
-        Of the second graph of a phase that is cut: the rows that it computes.
+        Second graph of a cut phase: the rows that it computes.
     states
-        Rows of each state, of all owners together. Of the phase's states that are not given, those that go by the tokens
-        owned, as the one that keys are kept in, have the rows that these take, any other has one.
+        Rows of each state, of all owners together. By default a state of the phase that grows with the tokens owned,
+        such as the kept keys, has the rows that these take; any other state has one row.
 
     Raises
     ------
     UsageError
-        If the numbers do not make a step.
+        If the numbers contradict each other.
 
     Examples
     --------
@@ -128,14 +126,14 @@ class StepSize:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the step computes: those of all windows together, rounded up where its phase's windows are padded."""
+        """Tokens of all windows together, rounded up if the phase pads windows."""
         count = sum(self.windows)
         return bucket(count, doubled=MOST_PADDED, share=self._share) if self.phase.tokens.padded else count
 
     @property
     def _share(self) -> int:
-        """What tokens and rows to decide are rounded up by at most: a quarter of a step that is cut. They say little of what it
-        computes, and its second graph has a size for each number of rows that are kept, beside every such number."""
+        """The largest relative rounding of tokens and rows to decide: a quarter for a cut step. Its cost depends little
+        on them, and every such number multiplies the sizes of its second graph."""
         return 8 if self.phase.cut is None else 4
 
     @property
@@ -150,22 +148,22 @@ class StepSize:
 
     @property
     def follows(self) -> bool:
-        """Whether it reads what another graph has left."""
+        """Whether it reads carries of another graph."""
         return self.kept > 0
 
     @property
     def takes_all(self) -> bool:
-        """Whether a call's settings are all for this graph; one of two takes those that it has."""
+        """Whether this graph must have every setting of a call; each of two graphs takes the settings that it has."""
         return self.phase.graph == "whole"
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether weights stay where they are for the step: between the graphs of one step they cannot move."""
+        """Whether weights must stay where they are: they cannot move between the graphs of one step."""
         return self.phase.cut is not None
 
     @property
     def bucketed(self) -> BucketedStep | None:
-        """Of a phase that is cut, how its graphs make a step; None: it is one graph."""
+        """How the two graphs of a cut phase make a step; None for an uncut phase."""
         return self.phase.bucketed
 
     @property
@@ -175,44 +173,44 @@ class StepSize:
 
     @property
     def kind(self) -> Phase:
-        """The phase that is registered: with logits where rows of them are returned, holding the states that others have
-        rows of."""
+        """The phase that is registered: with logits if rows of them are returned, and with the states that other owners
+        have rows of."""
         return self.phase.registered(logits=LOGITS if self.logit_rows else None, open_states=self.states)
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Of a phase that is cut, the numbers of rows that the second graph is planned for, ascending; of any other, none."""
+        """The row counts that the second graph of a cut phase is planned for, ascending; empty for an uncut phase."""
         step, tokens = self.phase.bucketed, self.tokens
         return () if step is None else step.sizes({"tokens": tokens}, tokens)
 
     def graph(self, kept: int = 0) -> StepSize:
-        """Return, of a phase that is cut, the size of the first graph, or of the second for `kept` rows."""
+        """Return the size of a cut phase's first graph, or of its second for `kept` rows."""
         prefix, suffix = self.phase.graphs
         return replace(self, phase=suffix if kept else prefix, kept=kept)
 
     @property
     def graphs(self) -> tuple[StepSize, ...]:
-        """The sizes of the graphs that the step may run: its own, or of a phase that is cut the first graph's, and the second's
-        for each number of rows that it is planned for."""
+        """The sizes of the graphs that the step may run: its own; for a cut phase the first graph's, and the second's
+        for each row count that it is planned for."""
         buckets = self.buckets
         return (self.graph(), *map(self.graph, buckets)) if buckets else (self,)
 
     @property
     def others(self) -> dict[State, int]:
-        """Rows of each state beside those that the keys of this step's sequences are kept in."""
+        """Rows of each state, except the rows of the keys of this step's sequences."""
         own = self.phase.cache.rows(self.owned)
         return {state: max(rows - own.get(state, 0), 0) for state, rows in self.states.items()}
 
     def dims(self, architecture: Architecture | None = None) -> dict[str, int]:
         """Return the values of the symbolic dims.
 
-        They are tokens, seqs, span, masked where there is a head, logit_rows where asked for, keys,
-        extents and parts where cached, kept and decided of a second graph, and `NAME_rows` of each state.
+        These are tokens, seqs, span; masked with a head; logit_rows if asked for; keys, extents and parts in cached
+        phases; kept and decided in a second graph; and `NAME_rows` of each state.
 
         Parameters
         ----------
         architecture
-            The model's: attention that is causal by blocks sees fewer keys. Not given, every key is seen.
+            The model's: block-causal attention sees fewer keys. If not given, every key is seen.
         """
         block = 0 if architecture is None else architecture.block
         seen = self.owned or self.windows
@@ -234,10 +232,10 @@ class StepSize:
         return dims | {state.rows_dim: rows for state, rows in self.states.items()}
 
     def at(self, context: int) -> StepSize:
-        """Return the step for one sequence of another length, with as many of its rows to decide as fit.
+        """Return the step for one sequence of another length, with at most as many rows to decide.
 
-        Where keys are cached and rows are decided, the window is kept and the keys are `context`. Rows of the state that
-        others hold are kept, too.
+        In cached phases with rows to decide, the window is kept and `context` is the number of keys. Rows of the state
+        that other owners hold are kept, too.
         """
         window = min(max(self.windows), context) if self.phase.cached and self.has_rows else context
         states = self.others
@@ -249,7 +247,7 @@ class StepSize:
         )  # fmt: skip
 
     def beside(self, states: Mapping[State, int]) -> StepSize:
-        """Return the same step where the states have these rows."""
+        """Return the same step with these rows of states."""
         return replace(self, states={**self.states, **states})
 
     def rounded(self) -> StepSize:
@@ -281,12 +279,12 @@ class StepSize:
 
     @property
     def key(self) -> Hashable:
-        """Equal for steps that one plan, rounded, serves."""
+        """A key that is equal for steps that one rounded plan serves."""
         return self.phase, len(self.windows), self.tokens, self.kept, *self._rounded
 
 
 def most_rows(sizes: Iterable[StepSize]) -> dict[State, int]:
-    """Return the most rows of each state that any step given has."""
+    """Return the maximum over steps of the rows of each state."""
     found: dict[State, int] = {}
     for size in sizes:
         found |= {state: max(rows, found.get(state, 0)) for state, rows in size.states.items()}
@@ -294,18 +292,17 @@ def most_rows(sizes: Iterable[StepSize]) -> dict[State, int]:
 
 
 def rounded_states(states: Mapping[State, int]) -> frozenset[tuple[State, int]]:
-    """Return the rows of each state, rounded up as in a step that is planned."""
+    """Return the rows of each state, rounded up as for planning."""
     return frozenset(
         [(state, bucket(count, least=state.least_rows, doubled=FEWEST_ROWS)) for state, count in states.items()]
     )
 
 
 def bucket(count: int, most: int | None = None, *, least: int = 0, doubled: int = 0, share: int = 8) -> int:
-    """Round a number of rows up by at most an eighth, or another `share`, so that plans are reused while rows get fewer, or keys
-    more.
+    """Round a number of rows up by at most an eighth, or another `share`, so that plans are reused as it changes.
 
-    A number above zero becomes at least `least`, and never more than `most`. Numbers up to `doubled` go up to the next
-    power of two, which makes fewer plans of what takes about as long.
+    A number above zero becomes at least `least`, and never more than `most`. Numbers up to `doubled` are rounded to the
+    next power of two: fewer plans, at about the same time per step.
 
     >>> [bucket(n, 1000) for n in (0, 7, 33, 100, 999)]
     [0, 7, 36, 104, 1000]
@@ -323,7 +320,7 @@ def bucket(count: int, most: int | None = None, *, least: int = 0, doubled: int 
 
 
 def _pairs(window: int, keys: int, block: int) -> int:
-    """Keys that the queries of a window at the end of its keys see, all queries together.
+    """The number of (query, key) pairs of a window at the end of its keys.
 
     >>> _pairs(8, 8, 0), _pairs(8, 8, 4), _pairs(4, 8, 4), _pairs(3, 7, 4)
     (64, 48, 32, 21)
@@ -336,6 +333,6 @@ def _pairs(window: int, keys: int, block: int) -> int:
 
 
 def _causal_pairs(queries: int, block: int) -> int:
-    """Keys that the first `queries` queries see, each to the end of its block."""
+    """The number of (query, key) pairs of the first `queries` queries; each sees the keys up to its block's end."""
     blocks, rest = divmod(queries, block)
     return block * block * blocks * (blocks + 1) // 2 + rest * (blocks + 1) * block

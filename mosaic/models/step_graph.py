@@ -1,7 +1,7 @@
-"""What the parts of a phase and the ways of attention see of the step that is being registered.
+"""The registration of a step, as parts of a phase and options of attention see it.
 
-Whatever registers a step has these members: layers are in `transformer.py`, their end is in `ending.py`. Legend: T tokens, B
-sequences, M rows to decide, C rows of a chunk, R rows of a state, W its width, D hidden.
+`transformer.py` implements it for layers, `ending.py` for the end of a step. Legend: T tokens, B sequences, M rows to
+decide, C rows of a chunk, R rows of a state, W its width, D hidden.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from mosaic.registrar.operator import Dim
     from mosaic.registrar.polynomial import Polynomial
 
-__all__ = ["Ending", "StepGraph"]
-
 
 class StepGraph(Protocol):
     """The registration of one step.
@@ -30,22 +28,22 @@ class StepGraph(Protocol):
     inputs
         The inputs that the parts declare, by name.
     tokens, seqs, span
-        Dims; of the second graph of a phase that is cut, `tokens` are the rows that are kept.
+        Dims; in the second graph of a cut phase, `tokens` are the kept rows.
     first_graph
-        Whether this is the first of the two graphs of a phase that is cut.
+        Whether this is the first of the two graphs of a cut phase.
     residency, hidden
-        Where weights and hidden states live; `on_host` says whether hidden states are in host memory. After the last layer there
-        are hidden states only where a part of the phase `reads_hidden`.
+        Where weights and hidden states live; `on_host` says whether hidden states are in host memory. After the last
+        layer hidden states exist only if a part of the phase `reads_hidden`.
     positions, cu_seqlens
         int32 [T] and [B + 1].
     inv_freq, sequences
-        Rotary frequencies by their rule; where each sequence has its own, the number of each token's sequence, else None.
+        Rotary frequencies by rule; the sequence of each token if each sequence has its own frequencies, else None.
     kv
-        The state [R, W] that keys are kept in, where the cache policy has one.
+        The state [R, W] of keys and values, if the cache policy has one.
     fused
-        Whether what lies between products is done in them, for steps of few rows: a choice of those over kept keys.
+        Whether ops between products are fused into them, for steps of few rows: a choice of steps over kept keys.
     arrivals
-        There, the counts by which splits of products know each other, else None.
+        If fused, the arrival counters of split products, else None.
     """
 
     g: Graph
@@ -70,7 +68,7 @@ class StepGraph(Protocol):
         """The hidden states of all tokens."""
 
     def sees(self, layer: int, /) -> Buffer | None:
-        """Return the keys [begin, end) of its sequence that each token sees in a layer, int32 [T, 2]; None: as the block says."""
+        """Return the keys [begin, end) of its sequence that a token sees in a layer, int32 [T, 2]; None: by blocks."""
 
     def state(self, state: State, /) -> Buffer:
         """Return the buffer of a state."""
@@ -85,7 +83,7 @@ class StepGraph(Protocol):
         """Return the weight [D] of the norm before a layer's attention."""
 
     def observe(self, layer: int, q: Buffer, /) -> None:
-        """Show a layer's queries, whole, to the part that cuts the step, while they are there."""
+        """Pass a layer's queries, all rows, to the part that cuts the step, while they exist."""
 
 
 class Ending(Protocol):
@@ -98,9 +96,9 @@ class Ending(Protocol):
     cu_seqlens
         int32 [B + 1].
     commits
-        Whether a rule commits rows; otherwise the head's figures are results.
+        Whether a rule commits rows; otherwise the head's results go back to requests.
     open_id
-        What the input `current` has in rows where nothing is decided.
+        The value of the input `current` in undecided rows.
     """
 
     g: Graph
@@ -117,16 +115,16 @@ class Ending(Protocol):
 
     @property
     def hidden(self) -> Buffer:
-        """The residual stream [T, D] after the last layer, where a part of the phase `reads_hidden`."""
+        """The residual stream [T, D] after the last layer, if a part of the phase `reads_hidden`."""
 
     def token(self) -> Buffer:
         """Declare the output `token`, int64 [M]."""
 
     def figures(self, names: Sequence[str], /) -> Mapping[str, Buffer]:
-        """Declare transients float32 [M], which a commit rule reads."""
+        """Declare transients float32 [M] for a commit rule to read."""
 
     def score(self, kind: str, figures: Mapping[str, Buffer], out: Buffer, /) -> Buffer:
-        """Write the float32 [M] number of each row by which a commit rule goes, as the head says."""
+        """Write each row's float32 [M] number for the commit rule, as the head defines it."""
 
     def source(self, rows: Buffer, /) -> Buffer:
         """Return the rows of the hidden state that predict these rows."""

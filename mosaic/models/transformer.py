@@ -1,9 +1,9 @@
 """One step of a denoising transformer, registered from an `Architecture` and a `Phase`.
 
-`tokens` is the packed total of all sequences or windows, `masked` the rows unembedded, `span` the keys that a query sees
-on average; in cached phases `keys` is the packed total of the keys seen, `NAME_rows` the rows of a state. The second graph of
-a phase that is cut computes `kept` of the tokens and unembeds `decided` of them. Shape legend: T tokens, B sequences, R rows of
-the state, W width of a row, D hidden, F feed-forward, V vocabulary, E experts.
+`tokens` is the packed total of all sequences or windows, `masked` the number of unembedded rows, `span` the mean number
+of keys that a query sees. In cached phases `keys` is the packed total of visible keys, `NAME_rows` the rows of a state.
+The second graph of a cut phase computes `kept` of the tokens and unembeds `decided` of them. Shape legend: T tokens, B
+sequences, R rows of the state, W width of a row, D hidden, F feed-forward, V vocabulary, E experts.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ from mosaic.registrar.operator import Dim
 from mosaic.registrar.schemes.plain import PLAIN
 from mosaic.registrar.schemes.scheme import Bundle, Matrix, product
 
-__all__ = ["TransformerStep", "register_step"]
-
 FFN_TILE = 128
 EXPERT_TILE = 128
 
 
 def register_step(g: Graph, arch: Architecture, phase: Phase) -> None:
-    """Register the step: embedding, layers, and what the phase's parts ask for.
+    """Register the step: embedding, layers, and the ops of the phase's parts.
 
     Parameters
     ----------
@@ -50,7 +48,7 @@ def register_step(g: Graph, arch: Architecture, phase: Phase) -> None:
 class TransformerStep:
     """The registration of one step: a `StepGraph`, and the sublayers in order.
 
-    `partial` says whether the last layer computes, beyond its keys and values, only the rows that are unembedded, if any.
+    `partial`: beyond its keys and values, the last layer computes only the unembedded rows, if any.
     """
 
     kv: Buffer
@@ -72,7 +70,7 @@ class TransformerStep:
             self.masked = g.dim("masked", at_most="tokens")
             self.head_choice = g.choice("head", phase.head.ways, alike=False)
         self.attention_way = ways[g.choice("attention", tuple(ways))]
-        # x times the norm's weight, before it is divided by the norm, may exceed what float16 holds
+        # x times the norm's weight, before the division by the norm, may exceed float16's range
         few = phase.cached and phase.head.decides and arch.dtype != "float16" and arch.scheme is PLAIN
         self.fused = few and g.choice("products", ("apart", "fused"), alike=False) == "fused"
         places = ("device", "host") if phase.cut is None else ("device",)
@@ -84,14 +82,14 @@ class TransformerStep:
             way.knobs(self)
 
     def _partial(self) -> bool:
-        """Where the hidden states of all tokens are not read, unless the way of attention goes by all tokens, or the head is
+        """Only if the hidden states of all tokens are not read. Not if attention needs all tokens, or if the head is
         streamed: all matrices of the last layer would be on the device beside it."""
         if self.phase.reads_hidden or not self.attention_way.by_rows:
             return False
         return self.phase.cached if not self.phase.head.decides else not self.residency.streams_head
 
     def register(self) -> None:
-        """Register all of it; of a phase that is cut, one of its graphs."""
+        """Register all of it; for a cut phase, one of its graphs."""
         cut, way = self.phase.cut, self.attention_way
         prefix = Prefix(self, cut, way) if cut is not None and self.first_graph else None
         self.suffix = Suffix(self, cut, way) if cut is not None and not self.first_graph else None
@@ -113,7 +111,7 @@ class TransformerStep:
         self._check_states()
 
     def begin(self) -> Buffer | None:
-        """Register what comes before the embedding; return the token ids, but of a second graph."""
+        """Register the ops before the embedding; return the token ids, or None in a second graph."""
         g, phase = self.g, self.phase
         computed = phase.tokens.supplied(self)
         if phase.cut is not None:
@@ -148,21 +146,21 @@ class TransformerStep:
         return ids
 
     def layers(self, first: int, end: int) -> dict[str, Bundle]:
-        """Register layers; return the matrices that were fetched for what follows."""
+        """Register layers; return the matrices fetched for the next op."""
         matrices = self.fetch_attention(first)
         for layer in self.g.layers(range(first, end), self.kind):
             matrices = self.layer(layer, matrices or self.fetch_attention(layer))
         return matrices or ({} if end == self.arch.layers else self.fetch_attention(end))
 
     def kind(self, layer: int) -> Hashable:
-        """Return what says how a layer is registered, but for its number."""
+        """Return the key of a layer's registration, except its number."""
         arch, cut, streams = self.arch, self.phase.cut, self.residency.streams
         observed, own = cut is not None and layer <= cut.layer, self.attention_way.kind(self, layer)
         fetches_keys_alone = layer + 2 == arch.layers and self.partial and not self.phase.head.decides
         return fetches_keys_alone, observed, streams(layer), streams(layer + 1), arch.stack[layer : layer + 2], own
 
     def end(self, matrices: dict[str, Bundle], table: Buffer) -> None:
-        """Register what comes after the last layer."""
+        """Register the ops after the last layer."""
         g, arch, phase, stream = self.g, self.arch, self.phase, self.hidden.buffer
         if not phase.reads_hidden:
             self._hidden = None
@@ -178,34 +176,34 @@ class TransformerStep:
 
     @property
     def hidden(self) -> Hidden:
-        """The hidden states of all tokens; after the last layer, where a part of the phase `reads_hidden`.
+        """The hidden states of all tokens; after the last layer, if a part of the phase `reads_hidden`.
 
         Raises
         ------
         GraphError
-            If no part said so: the last layer has computed less.
+            If no part does: the last layer has computed less.
         """
         if self._hidden is None:
             raise GraphError(WITHOUT_HIDDEN)
         return self._hidden
 
     def sees(self, layer: int) -> Buffer | None:
-        """Return the keys [begin, end) of its sequence that each token sees in a layer, int32 [T, 2]; None: as the block says."""
+        """Return the keys [begin, end) of its sequence that a token sees in a layer, int32 [T, 2]; None: by blocks."""
         return self._sees.get(self.arch.stack[layer].attention.window)
 
     def state(self, state: State) -> Buffer:
-        """Return the buffer of a state that a part of the phase has, or that others have rows of."""
+        """Return the buffer of a state of a part, or of a state with rows of other owners."""
         return state.register(self.g, self.arch)
 
     def _check_states(self) -> None:
-        """Make sure that all states are the parts': nobody has rows of another."""
+        """Make sure that no state has rows of other owners."""
         known = {state.name for state in (*self.phase.states, *self.phase.held)}
         strange = [b.name for b in self.g.buffers if b.kind == "state" and b.name not in known]
         if strange:
             raise GraphError(f"no part of the phase has the states {', '.join(strange)}: add them to its `states`.")
 
     def embedding(self) -> Buffer:
-        """Return the table of embeddings, which stays in host memory where its rows are gathered from there."""
+        """Return the embedding table, which stays in host memory if rows are gathered there."""
         arch = self.arch
         declare = self.residency.on_host if self.residency.embedding_on_host else self.residency.on_device
         return declare("embedding", (arch.vocabulary, arch.hidden), arch.dtype, arch.names.embedding)
@@ -222,7 +220,7 @@ class TransformerStep:
             self.hidden.keep(window)
 
     def layer(self, layer: int, matrices: dict[str, Bundle]) -> dict[str, Bundle]:
-        """Register one layer, whose attention matrices are given; the next sublayer's matrices are fetched meanwhile."""
+        """Register one layer, given its attention matrices; the next sublayer's matrices are fetched meanwhile."""
         g, arch, residency = self.g, self.arch, self.residency
         streamed = residency.streams(layer)
         last = layer + 1 == arch.layers
@@ -265,10 +263,10 @@ class TransformerStep:
         return residency.fetch(self.head_matrices(), streamed=False)
 
     def last_rows(self, hidden: Buffer, rows: Buffer, prefix: str) -> Buffer:
-        """Register the rows [C, D] of the hidden state after the last layer; queries, attention and feed-forward of them alone
-        where `keys_first` has registered the rest."""
+        """Register the rows [C, D] of the hidden state after the last layer; if `keys_first` has registered keys and
+        values, the rest of the layer is computed for these rows alone."""
         g, layer = self.g, self.arch.layers - 1
-        if self._rest is not None:  # where the region begins: there the timeline joins streams
+        if self._rest is not None:  # at the region's begin, where the timeline joins streams
             self.residency.arrive(streamed=self.residency.streams(layer))
         with g.scope("head"):
             x: Buffer = g.add_op("gather_rows", hidden, rows, name=f"{prefix}gathered")
@@ -290,7 +288,7 @@ class TransformerStep:
         return self.g.weight(name, (size or self.arch.hidden,), self.arch.dtype, tensor=tensor)
 
     def fetch_attention(self, layer: int) -> dict[str, Bundle]:
-        """Fetch a layer's projections; of a last layer that ends there, those of keys and values alone, and of one that is cut
+        """Fetch a layer's projections: of a last layer that ends there, those of keys and values alone; of a cut layer,
         those that the graph uses."""
         found, streamed = self.attention_way.matrices(self, layer), self.residency.streams(layer)
         used = {matrix.name for matrix in found}
@@ -305,14 +303,14 @@ class TransformerStep:
         return fetched
 
     def attention(self, layer: int, matrices: dict[str, Bundle]) -> None:
-        """hidden += attention(rms_norm(hidden)) @ o_proj.T, in the way that the choice says."""
+        """hidden += attention(rms_norm(hidden)) @ o_proj.T, by the option of `attention`."""
         if self.suffix is not None and layer == self.suffix.cut.layer:
             self.suffix.attention(matrices)
         else:
             self.attention_way.register(self, layer, self.attention_norm(layer), matrices)
 
     def observe(self, layer: int, q: Buffer) -> None:
-        """Show a layer's queries, whole, to the part that cuts the step, while they are there."""
+        """Pass a layer's queries, all rows, to the part that cuts the step, while they exist."""
         if self.phase.cut is not None and self.suffix is None:
             self.phase.cut.observe(self, layer, q)
 
@@ -327,14 +325,14 @@ class TransformerStep:
     # -- feed-forward -------------------------------------------------------------------------------------------
 
     def ffn_matrices(self, layer: int) -> list[Matrix]:
-        """Return the matrices of the feed-forward; or of all experts stacked, and of the one that every token passes."""
+        """Return the matrices of the feed-forward; or of all experts stacked, and of the shared one."""
         names, ffn = self.arch.names, self.arch.stack[layer].feed_forward
         found = self.projections(layer, "" if ffn.experts else names.dense, ffn.size, experts=ffn.experts)
         return found + (self.projections(layer, names.shared, ffn.shared, prefix="shared_") if ffn.shared else [])
 
     def projections(self, layer: int, template: str, size: int, *, experts: int = 0, prefix: str = "") -> list[Matrix]:
-        """Return gate, up and down of a feed-forward of this size, or of a stack of them; without a `template` of names, by
-        the names that each has."""
+        """Return gate, up and down of a feed-forward of this size, or of a stack of them; `template` names them, else
+        the architecture does."""
         hidden, names, scheme = self.arch.hidden, self.arch.names, self.arch.scheme
         lead, stack = ((experts,), f"{{0:{experts}}}") if experts else ((), "")
         if experts and scheme.grouped_linear is None:
@@ -346,7 +344,7 @@ class TransformerStep:
         return [Matrix(f"{prefix}{part}_proj", (*lead, *shapes[part]), tensors[part], scheme) for part in shapes]
 
     def feed_forward_knob(self, layer: int) -> str:
-        """Declare the knob of a layer's feed-forward, which a phase has even where no region uses it."""
+        """Declare the knob of a layer's feed-forward; a phase has it even if no region uses it."""
         knob, tile = ("experts", EXPERT_TILE) if self.arch.stack[layer].feed_forward.experts else ("ffn", FFN_TILE)
         self.g.knob(knob, over=self.tokens, tile=tile)
         return knob
@@ -403,7 +401,7 @@ class TransformerStep:
         return self.norm_weight("ffn_norm", self.arch.names.ffn_norm.format(layer=layer))
 
     def router(self, layer: int) -> tuple[Buffer, Buffer | None]:
-        """Return the weight of the router, and what is added to the scores by which experts are chosen, in float32."""
+        """Return the router's weight, and the float32 bias on the scores that experts are chosen by."""
         arch, names, many = self.arch, self.arch.names, self.arch.stack[layer].feed_forward.experts
         found = self.g.weight("router", (many, arch.hidden), arch.dtype, tensor=names.router.format(layer=layer))
         if not names.router_bias:
@@ -413,7 +411,7 @@ class TransformerStep:
     # -- head ---------------------------------------------------------------------------------------------------
 
     def head_matrices(self) -> list[Matrix]:
-        """Return the head, where it is not the embedding table on the device."""
+        """Return the head, unless it is the embedding table on the device."""
         arch = self.arch
         if arch.tied:
             return []

@@ -1,4 +1,4 @@
-"""Values of a config.json, read one key at a time: each of the kind that it has to be, or refused by name."""
+"""Values of a config.json, read by key and checked by kind; a wrong value is refused by name."""
 
 from __future__ import annotations
 
@@ -7,27 +7,13 @@ from typing import Any, Final
 
 from mosaic.errors import UnsupportedModel
 
-__all__ = [
-    "FLOATS",
-    "MOST",
-    "count",
-    "dtype_of",
-    "flag",
-    "number",
-    "positive",
-    "refuse",
-    "share",
-    "token_id",
-    "token_ids",
-]
-
 MOST: Final = (1 << 31) - 1
-"""Sizes above this are no model's; products of those below still are exact integers."""
+"""The largest supported size; products of smaller sizes are exact integers."""
 FLOATS: Final = ("bfloat16", "float16", "float32", "float64")
 
 
 def refuse(key: str, expected: str, found: object) -> UnsupportedModel:
-    """Say what a key must be and what it is.
+    """Return an error that names the key, the expected value and the actual one.
 
     >>> str(refuse("rms_norm_eps", "a number above 0", -1))
     "config.json: 'rms_norm_eps' must be a number above 0, got -1."
@@ -36,7 +22,7 @@ def refuse(key: str, expected: str, found: object) -> UnsupportedModel:
 
 
 def positive(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
-    """Return the value of a size that may go by several names, which then have to agree.
+    """Return a size that may have several names, which must agree.
 
     >>> positive({"d_model": 64}, "d_model"), positive({}, "n_layers", default=2)
     (64, 2)
@@ -56,7 +42,7 @@ def positive(config: Mapping[str, Any], *keys: str, default: int | None = None) 
 
 
 def count(config: Mapping[str, Any], key: str) -> int:
-    """Return a number of things that may be none: 0, null or missing."""
+    """Return a count; null or missing: 0."""
     value = config.get(key)
     if value is None or (type(value) is int and value == 0):
         return 0
@@ -69,7 +55,7 @@ def share(whole: int, parts: int, key: str, parts_key: str) -> int:
     Raises
     ------
     UnsupportedModel
-        If it does not come out even.
+        If it is no integer.
     """
     if whole % parts:
         raise UnsupportedModel(f"config.json: '{key}' is {whole}, which {parts} '{parts_key}' do not divide.")
@@ -87,7 +73,7 @@ def number(config: Mapping[str, Any], key: str, default: float, *, above: float,
 
 
 def flag(config: Mapping[str, Any], key: str, *, default: bool) -> bool:
-    """Return a yes or no; missing or null: the default."""
+    """Return a boolean; missing or null: the default."""
     value = config.get(key)
     if value is None:
         return default
@@ -97,7 +83,7 @@ def flag(config: Mapping[str, Any], key: str, *, default: bool) -> bool:
 
 
 def token_id(config: Mapping[str, Any], key: str, default: int, vocabulary: int) -> int:
-    """Return one token's id; missing or null: the default. Where the config says it, it has to be in the vocabulary."""
+    """Return one token's id, checked against the vocabulary; missing or null: the default."""
     value = config.get(key)
     if value is None:
         return default
@@ -109,7 +95,7 @@ def token_id(config: Mapping[str, Any], key: str, default: int, vocabulary: int)
 def token_ids(
     config: Mapping[str, Any], key: str, default: tuple[int, ...], vocabulary: int, *also: int
 ) -> tuple[int, ...]:
-    """Return token ids of a config key, one or a list; a list says all of them, one comes with what the family knows `also`.
+    """Return token ids of a config key, one or a list; to a single id, the family's ids `also` are added.
 
     >>> token_ids({"eos_token_id": 5}, "eos_token_id", (1,), 9, 7), token_ids({"eos_token_id": [2, 3]}, "eos_token_id", (1,), 9)
     ((5, 7), (2, 3))
@@ -124,7 +110,7 @@ def token_ids(
 
 
 def dtype_of(config: Mapping[str, Any]) -> str:
-    """Return the dtype of a checkpoint, by either of its two keys; bfloat16 where the config does not say.
+    """Return the dtype of a checkpoint, by either of its two keys; the default is bfloat16.
 
     >>> dtype_of({"torch_dtype": "float16"}), dtype_of({"dtype": "torch.float32"})
     ('float16', 'float32')

@@ -1,4 +1,4 @@
-"""The planner: lifetimes, peak formula, moves, offsets. `plan` is the way in."""
+"""The planner: lifetimes, peak formula, moves, offsets. `plan` is the entry point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a request does not fit, and every way out: each option is planned, so that its bytes and its time are what it takes."""
+"""Why a request does not fit, and the ways to make it fit. Each option is planned, so its bytes and time are exact."""
 
 from __future__ import annotations
 
@@ -19,28 +19,26 @@ from mosaic.planner.search import TOLERANCE
 from mosaic.planner.template import collector_paused
 from mosaic.units import MIB, format_bytes, format_seconds, format_tokens, round_up
 
-__all__ = ["Misfit", "Option", "misfit"]
-
 ANY_HOST: Final = 1 << 42
 """More pinned memory than a host has: 4 TiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One way out, planned: what it takes, and how long the step would be.
+    """One planned way to make a request fit: its memory, and its predicted time.
 
     Parameters
     ----------
     what
-        What is changed: "budget", "host-budget", "device", "masked", "ctx" or "seq-lens".
+        What changes: "budget", "host-budget", "device", "masked", "ctx" or "seq-lens".
     arguments
         The change on the command line.
     device_bytes, host_bytes
         Device memory of the whole process, and pinned host memory.
     predicted_ms
-        The step that would fit; of a shorter one where the request is changed.
+        The step that would fit; a shorter one if the request is changed.
     at_most
-        Whether the search may find a faster step in that memory: only one way of running the step was planned.
+        Whether the search may find a faster step in that memory: only one configuration of choices was planned.
     """
 
     what: str
@@ -62,14 +60,14 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Misfit:
-    """What is needed, what holds the floor, and what would fit.
+    """The bytes that are needed, the live set of the floor, and the options that would fit.
 
     Parameters
     ----------
     needed_bytes, available_bytes
         Smallest total over all moves, and the budget.
     floor, largest
-        "the fixed part", or the op at whose live set the workspace peaks; names and bytes of the largest buffers there.
+        "the fixed part", or the op at which the workspace peaks; names and bytes of the largest buffers there.
     max_ctx_tokens
         Largest context that fits this budget; 0 if none.
     smallest_budget_bytes
@@ -77,7 +75,7 @@ class Misfit:
     device
         The smallest other built-in device that holds it, or None.
     options
-        Every way out: for the request as it is on this device, the fastest first; on another; then for less than it asks.
+        All options: first the same request on this device, the fastest first; then another device; then less.
     suggestion
         The first of them, or the device that would be needed.
     """
@@ -119,7 +117,7 @@ class Misfit:
 
 @collector_paused()
 def misfit(planner: Planner, request: Request, plan: Plan) -> Misfit:
-    """Explain a plan that does not fit. Its configuration is the lowest there is, so its peak is the floor."""
+    """Explain a plan that does not fit. Its configuration is the lowest, so its peak is the floor."""
     needed = planner.needed(request)
     smallest = round_up(needed, MIB)
     components = plan.components
@@ -148,7 +146,7 @@ def misfit(planner: Planner, request: Request, plan: Plan) -> Misfit:
 
 
 def _at_peak(plan: Plan) -> tuple[str, list[tuple[str, int]]]:
-    """The op of the highest live set of the workspace and what is alive there, largest first."""
+    """The op of the highest live set of the workspace and the buffers alive there, largest first."""
     buffers = [b for b in plan.records.buffers if b.pool == "workspace" and b.alias_of is None]
     points = sorted({b.start for b in buffers})
 
@@ -160,11 +158,11 @@ def _at_peak(plan: Plan) -> tuple[str, list[tuple[str, int]]]:
     return plan.records.ops[at].name, found
 
 
-# -- the options: none is offered that has not been planned and found to fit ----------------------------------------
+# -- the options: each is planned and found to fit before it is offered ---------------------------------------------
 
 
 def _planned(planner: Planner, request: Request, what: str, arguments: str, solver: str = "auto") -> Iterator[Option]:
-    """The option, if its plan fits: placement may need more than the lower bound that it was found by."""
+    """The option, if its plan fits: placement may need more than the lower bound."""
     graphs = planner.plans(request, limit=False, solver=solver)
     if all(made.fits for made in graphs):
         yield Option(
@@ -175,7 +173,7 @@ def _planned(planner: Planner, request: Request, what: str, arguments: str, solv
 
 
 def _larger_budget(planner: Planner, request: Request, smallest: int) -> Iterator[Option]:
-    """The smallest budget that works, where the device has so much, and the one that is fastest."""
+    """The smallest budget that works, if the device has as much, and the one that is fastest."""
     whole = planner.device.memory_bytes
     if smallest > whole:
         return
@@ -189,7 +187,7 @@ def _larger_budget(planner: Planner, request: Request, smallest: int) -> Iterato
 
 
 def _on_host(planner: Planner, request: Request, *, also: str = "") -> Iterator[Option]:
-    """Weights and hidden states in pinned host memory: as little of it as will do, and as much as is fastest."""
+    """Weights and hidden states in pinned host memory: the least that works, and the most that saves time."""
     least = _least_host(planner, request)
     if least is None:
         return
@@ -214,7 +212,7 @@ def _least_host(planner: Planner, request: Request) -> int | None:
 def _one_on_host(plan: Plan, planner: Planner, request: Request, *, also: str = "") -> Iterator[Option]:
     """The least pinned host memory with a plan's plain choices; hidden states stay on the device if that is enough.
 
-    It is asked if the fixed part alone is too large, as planning all ways of streaming would take a second.
+    It is tried if the fixed part alone is too large, because planning all options of streaming would take a second.
     """
     templates = [planner.space(graph.kind).template for graph in request.size.graphs]
     shared = [choice for choice in templates[0].choices if all(choice in template.choices for template in templates)]
@@ -231,7 +229,7 @@ def _one_on_host(plan: Plan, planner: Planner, request: Request, *, also: str = 
 
 
 def _worthwhile(request: Request, what: str, ways: Sequence[tuple[Planner, str]]) -> Iterator[Option]:
-    """Options from the least memory to the most, those left out that are no faster than one before."""
+    """Options by increasing memory, without any that is no faster than an earlier one."""
     best = inf
     for planner, arguments in ways:
         for option in _planned(planner, request, what, arguments):
@@ -251,13 +249,13 @@ def _smallest_device(planner: Planner, request: Request) -> Planner | None:
 
 
 def _named(other: Planner, planner: Planner) -> str:
-    """The device on the command line, and its budget where one was given that would still hold."""
+    """The device on the command line, and its given budget if that still suffices."""
     given = planner.budget_bytes != planner.device.memory_bytes
     return f"--device {other.device.name}" + (f" --budget {other.budget_bytes // MIB}MiB" if given else "")
 
 
 def _fewer_rows(planner: Planner, request: Request) -> Iterator[Option]:
-    """As many masked rows as fit."""
+    """The most masked rows that fit."""
     if not request.size.has_rows or request.phase.cut is not None:
         return
     rows = _most(request.size.rows, lambda n: _fits(planner, replace(request, masked=n)))
@@ -274,7 +272,7 @@ def _shorter(planner: Planner, request: Request, plan: Plan) -> Iterator[Option]
 
 
 def _fewer_sequences(planner: Planner, request: Request) -> Iterator[Option]:
-    """As many sequences of a packed batch as fit, in their order."""
+    """The most sequences of a packed batch that fit, in their order."""
     if request.phase.cached:
         return
     lengths = request.seq_lens
@@ -286,7 +284,7 @@ def _fewer_sequences(planner: Planner, request: Request) -> Iterator[Option]:
 
 
 def _cut(request: Request, lengths: tuple[int, ...]) -> Request:
-    """A request for fewer tokens, of which no more rows can be masked than there are."""
+    """A request for fewer tokens, with at most as many masked rows."""
     tokens = sum(lengths)
     masked = None if request.masked is None else min(request.masked, tokens)
     return replace(request, seq_lens=lengths, masked=masked, logit_rows=min(request.logit_rows, tokens))

@@ -41,7 +41,7 @@ class KnobRecord(NamedTuple):
 class OpRecord(NamedTuple):
     """One launch; reads, writes and operands are buffer ids, `flops` to `rate_columns` rows of the polynomial table.
 
-    `ways` names the implementations that the backend has; where it is one, `rate` is its rate, else the operator's.
+    `ways` names the implementations that the backend has; `rate` is the rate of a single one, else the operator's.
     """
 
     name: str
@@ -113,7 +113,7 @@ class Body:
 
     `exponents` [monomials, variables] and `coefficients` [polynomials, monomials] hold every symbolic quantity;
     variables are the dims, then one `<knob>_rows` per knob. `factors` is `factor_columns` of the exponents. `operators`
-    are those of its ops that Mosaic does not ship.
+    are the operators of its ops that Mosaic does not ship.
     """
 
     variables: tuple[str, ...]
@@ -143,7 +143,7 @@ class Body:
 
     @cached_property
     def intervals(self) -> tuple[list[int], list[int]]:
-        """First access and last + 1 of every buffer, before loops, barriers and streams stretch them."""
+        """First access and last + 1 of every buffer, before extension by loops, barriers and streams."""
         num_ops = len(self.ops)
         starts, ends = [], []
         for buffer, seen in zip(self.buffers, self.accesses, strict=True):
@@ -170,7 +170,7 @@ class Body:
 
     @cached_property
     def side_windows(self) -> list[tuple[int | None, int, int, list[int]]]:
-        """Of every side op its region, the ops from its fork to its join, [start, end), and the buffers that it touches."""
+        """For every side op: its region, the ops from fork to join, [start, end), and the buffers that it touches."""
         fork_at = {target: source for kind, source, target in self.edges if kind == "fork"}
         joins = defaultdict[str, list[tuple[int, int]]](list)
         for source, target in sorted((source, target) for kind, source, target in self.edges if kind == "wait"):
@@ -188,7 +188,7 @@ class Body:
 
     @cached_property
     def groups(self) -> list[tuple[int, list[int]]]:
-        """Every root of the workspace, ascending, with the buffers that occupy its storage, itself first."""
+        """Every root of the workspace, ascending, with the buffers in its storage, itself first."""
         members = {b: [b] for b, r in enumerate(self.buffers) if r.alias_of is None and r.pool == "workspace"}
         for b, buffer in enumerate(self.buffers):
             if buffer.alias_of in members:
@@ -197,7 +197,7 @@ class Body:
 
     @cached_property
     def reused(self) -> list[tuple[int, list[int]]]:
-        """Those of `groups` that may hold no value for a while: of several buffers, or of one that is overwritten whole."""
+        """The `groups` that may hold no value for a while: several buffers, or one that is fully overwritten."""
         return [
             (root, members)
             for root, members in self.groups
@@ -215,7 +215,7 @@ class Body:
 
     @cached_property
     def dtype(self) -> str:
-        """The dtype of most weights, in host memory and outside the plan too; the first of equals, float32 where there are none."""
+        """The dtype of most weights, streamed and adopted ones too; the first of equals, float32 without weights."""
         counts = Counter(b.dtype for b in self.buffers if b.kind == "weight" or b.tensor is not None)
         return max(counts, key=counts.__getitem__, default="float32")
 
@@ -231,7 +231,7 @@ class Body:
 
     @cached_property
     def looping(self) -> frozenset[str]:
-        """Knobs with a region that holds side ops: iterations overlap by rotating buffers, so it is never off."""
+        """Knobs with a region that holds side ops, which are never off: iterations overlap by rotating buffers."""
         return frozenset(
             self.regions[op.region].knob for op in self.ops if op.stream != "main" and op.region is not None
         )

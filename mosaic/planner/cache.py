@@ -11,13 +11,11 @@ from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.planner.template import Template, compile_template
 from mosaic.registrar.schemes.plain import PLAIN
 
-__all__ = ["forget", "template_of"]
-
 _compiled: dict[tuple[Any, ...], Template] = {}
 
 
 def template_of(model: Model, *, backend: str = "cuda", phase: Phase = FULL_STEP) -> Template:
-    """Return the template of a model's phase; what is compiled of it is kept."""
+    """Return the template of a model's phase; compiled bodies are kept."""
     key = (model.family, model.architecture, backend, phase)
     if key not in _compiled:
         _compiled[key] = compile_template(partial(_register, model, backend, phase))
@@ -30,6 +28,6 @@ def forget() -> None:
 
 
 def _register(model: Model, backend: str, phase: Phase, choices: Mapping[str, str] | None) -> Any:
-    """A phase with parts of a user's own, or a scheme, has all of its layers registered: nothing says that they are of one kind."""
+    """Whether layers may be left out: not with a user's own parts or a scheme, whose layers may not be of one kind."""
     brief = phase.shipped and model.architecture.scheme is PLAIN
     return model.graph(backend=backend, choices=choices, phase=phase, brief=brief)

@@ -1,4 +1,4 @@
-"""Predicted time of a step: per op max(FLOPs / rate at this size, bytes / bandwidth) + launch, streams beside each other.
+"""Predicted time of a step: per op max(FLOPs / rate at this size, bytes / bandwidth) + launch; streams run in parallel.
 
 Ops are grouped into classes of equal cost (every layer repeats the same ones), so a step is a few dozen numbers. On
 one stream times add; a region's time is that of its full chunks and of the shorter last one. With side streams, see
@@ -24,21 +24,19 @@ from mosaic.registrar.few_rows import FEW_ROWS
 from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import find
 
-__all__ = ["OpTimes", "RateGrid", "RateGrids", "op_totals"]
-
 _Vector: TypeAlias = npt.NDArray[np.float64]
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 _LINK_SHARE: Final = 0.5
-"""Of the bytes that a transfer moves: what is read on one side of the link is written on the other."""
+"""The share of a transfer's bytes that crosses the link: what is read on one side is written on the other."""
 _KEPT: Final = 4096
-"""Results of each sort that are kept."""
+"""Results kept per cache."""
 
 
 class _CostClass(NamedTuple):
-    """Ops that cost the same: their rate, the kernel whose implementation decides about it ("": none does), that of the
-    only one, the knobs of the regions around them, that of the one whose iterations overlap ("": none), and polynomial
-    rows of FLOPs, bytes, rate rows and rate columns."""
+    """Ops with the same cost: their rate; the kernel that chooses it by implementation ("": none); the only
+    implementation, if there is one; the knobs of the enclosing regions; the knob whose iterations overlap ("": none);
+    and polynomial rows of FLOPs, bytes, rate rows and rate columns."""
 
     rate: str
     kernel: str
@@ -52,8 +50,8 @@ class _CostClass(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Some of the cost classes: [monomials, 4 x classes] of their FLOPs, bytes, rate rows and rate columns, which of them
-    have which rate, kernel and way, and how many ops each stands for."""
+    """A group of cost classes: [monomials, 4 x classes] of their FLOPs, bytes, rate rows and rate columns; the classes
+    by rate, kernel and implementation; and the number of ops of each."""
 
     coefficients: _Vector
     spans: Mapping[tuple[str, str, str], slice]
@@ -61,7 +59,7 @@ class _Part(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """Cost classes that depend on the same knobs, the loop with side ops that they are in, and how often each row of the
+    """Cost classes that depend on the same knobs, the loop with side ops around them, and how often each row of the
     timeline counts them, [members, rows]."""
 
     knobs: tuple[str, ...]
@@ -102,27 +100,27 @@ class RateGrid:
 
 
 class RateGrids:
-    """FLOP/s on a device by what operators call their rate, and for attention by implementation."""
+    """FLOP/s on a device by the operators' rate names, and for attention by implementation."""
 
     def __init__(self, device: Device) -> None:
         fused = device.unembed_rates or device.gemm_rates[max(device.gemm_rates)]
         few = {ANY_COLUMNS: device.few_rows_rates} if device.few_rows_rates else device.gemm_rates
         self._products = {
             "gemm": RateGrid(device.gemm_rates),
-            "few_rows": RateGrid(few, most=FEW_ROWS),  # more are taken that many at a time
+            "few_rows": RateGrid(few, most=FEW_ROWS),  # larger products are split into pieces of FEW_ROWS rows
             "unembed": RateGrid({ANY_COLUMNS: fused}),
             "sampled_unembed": RateGrid({ANY_COLUMNS: device.sampled_unembed_rates or fused}),
         }
         self._attention = {name: RateGrid({ANY_COLUMNS: rates}) for name, rates in device.attention_rates.items()}
 
     def known(self, rate: str, implementation: str) -> bool:
-        """Return whether the profile has this rate of this implementation: only rates of attention are by implementation."""
+        """Return whether the profile has a rate for this implementation: only attention has rates by implementation."""
         return rate != "attention" or implementation in self._attention
 
     def grid(self, rate: str, implementation: str = "") -> RateGrid | None:
-        """Return the rates by rows and columns; None where memory or the link bounds.
+        """Return the rates by rows and columns; None for an op bound by memory or the link.
 
-        For an implementation that the profile does not have, another one's rates stand in.
+        For an implementation without a rate in the profile, another one's rates are used.
         """
         if rate == "attention":
             others = self._attention
@@ -140,19 +138,19 @@ class OpTimes:
     ----------
     body
         One registration of the model.
-    device
+    The profile with the rates.
         The profile whose rates hold.
-    batch_invariant
+    Consider only implementations whose rows do not depend on the number of other rows. A CPU has no others.
         Take no implementations but those whose rows do not depend on the number of others. On a CPU all are taken.
 
     Attributes
     ----------
     classes, class_of
-        The cost classes, and which one each op is of.
+        The cost classes, and the class of each op.
     groups
         The sets of knobs that ops depend on.
     columns
-        Where each knob's rows are among the body's variables.
+        The column of each knob's rows among the body's variables.
     """
 
     def __init__(self, body: Body, device: Device, *, batch_invariant: bool = False) -> None:
@@ -173,7 +171,11 @@ class OpTimes:
         kernels = sorted({c.kernel for c in self.classes if c.kernel})
         records = {kernel: found for kernel in kernels if (found := find(kernel, body.operators)) is not None}
         self._ways = {
-            kernel: {way.name: way for way in record.on(device.backend, invariant=invariant)}
+            kernel: {
+                way.name: way
+                for way in record.on(device.backend, invariant=invariant)
+                if way.runs_on(device.capability)
+            }
             for kernel, record in records.items()
         }
         self._rates = {kernel: record.rate for kernel, record in records.items()}
@@ -190,8 +192,8 @@ class OpTimes:
     def implementations(self, values: Sequence[int]) -> Mapping[str, str]:
         """Return the implementation of each operator of which the backend has several.
 
-        Of those that serve all its launches and whose rate is known, it is the one that takes the least time for them, with
-        every region in one pass.
+        Of the implementations that run on the card, support all its launches and have a known rate, it is the one that takes
+        the least time for them, with every region in one pass; of equally fast ones the first.
 
         Parameters
         ----------
@@ -210,7 +212,9 @@ class OpTimes:
         ways, part = self._ways[kernel], self._part_of[kernel]
         launches = self._launches_of[kernel].at(point)
         serving = [way for way in ways.values() if way.serves is None or all(way.serves(*each) for each in launches)]
-        rated = [way for way in serving if self._grids.known(way.rate or self._rates[kernel], way.name)]
+        rated = [
+            way for way in serving if way.capability or self._grids.known(way.rate or self._rates[kernel], way.name)
+        ]
         seconds = {
             way.name: float((self._launch_seconds(part, [point], {kernel: way.name}) @ part.counts)[0])
             for way in rated or serving[:1]
@@ -259,9 +263,9 @@ class OpTimes:
         Parameters
         ----------
         values
-            Of the body's variables; what they say of the group's knobs is replaced.
+            Of the body's variables; those of the group's knobs are replaced.
         settings
-            Rows of each of the group's knobs, [settings, knobs]: asked for together they cost little more than one.
+            Rows of each of the group's knobs, [settings, knobs]; several in one call cost little more than one.
         """
         points: list[list[int]] = []
         weights: list[int] = []
@@ -280,9 +284,9 @@ class OpTimes:
         return seconds
 
     def total_seconds(self, values: Sequence[int], extents: Mapping[str, int]) -> float:
-        """Return the predicted seconds of the whole step, side streams beside the main one.
+        """Return the predicted seconds of the whole step, side streams in parallel with the main one.
 
-        This takes tens of microseconds, less where an answer was kept.
+        This takes tens of microseconds, less if the answer was cached.
 
         Parameters
         ----------
@@ -298,7 +302,7 @@ class OpTimes:
         return self._totals[key]
 
     def _amounts(self, values: Sequence[int], extents: Mapping[str, int]) -> list[list[float]]:
-        """Seconds of the timeline's rows. A search changes one knob at a time: what the others contribute is kept."""
+        """Seconds of the timeline's rows. A search changes one knob at a time: other contributions are cached."""
         dims = tuple([values[i] for i in self._dims])
         amounts = np.zeros((2, len(self.timeline.rows)))
         for number, slot in enumerate(self._slots):
@@ -310,7 +314,7 @@ class OpTimes:
         return seconds
 
     def _contribution(self, slot: _Slot, values: list[int], extents: Mapping[str, int]) -> _Vector:
-        """What the classes of one slot add to the timeline's rows, in a loop's full iterations and in its last one."""
+        """The contribution of one slot's classes to the timeline's rows, in full iterations and in the last one."""
         if not slot.loop:
             parts = [_iterations(self.columns, slot.knobs, values, extents)] * 2
         else:
@@ -334,7 +338,7 @@ class OpTimes:
 
     @cached_property
     def _slots(self) -> list[_Slot]:
-        """The classes by the knobs they depend on, and how often the timeline's rows count each."""
+        """The classes by the knobs that they depend on, and how often each row of the timeline counts them."""
         counts = np.zeros((len(self.classes), len(self.timeline.rows)))
         for row, (_, classes) in enumerate(self.timeline.rows):
             for number, count in classes:
@@ -347,8 +351,8 @@ class OpTimes:
 
 
 def _part(body: Body, classes: Sequence[_CostClass], counts: Mapping[_CostClass, int]) -> _Part:
-    """The numbers of some classes, sorted by rate; float64, as predictions need no exact FLOPs and products beyond 64 bits
-    stay finite."""
+    """The numbers of some classes, sorted by rate. They are float64, because predictions need no exact FLOPs and
+    products may exceed 64 bits."""
     used = [getattr(c, kind) for kind in ("flops", "bytes", "rate_rows", "rate_columns") for c in classes]
     rates = [c[:3] for c in classes]
     return _Part(
@@ -359,7 +363,7 @@ def _part(body: Body, classes: Sequence[_CostClass], counts: Mapping[_CostClass,
 
 
 def _cost_classes(body: Body, loop_of: Sequence[int | None], named: Collection[str]) -> list[_CostClass]:
-    """The cost class of every op; implementations of the kernels that are `named` are chosen, too."""
+    """The cost class of every op; kernels in `named` choose among implementations."""
     chains = {region: _knob_chain(body, region) for region in (None, *range(len(body.regions)))}
     loops = {None: ""} | {region: record.knob for region, record in enumerate(body.regions)}
     return [
@@ -371,14 +375,14 @@ def _cost_classes(body: Body, loop_of: Sequence[int | None], named: Collection[s
 
 
 def _way(op: OpRecord, named: Collection[str]) -> tuple[str, str]:
-    """The kernel of an op of which the backend has several implementations, and the only one where the rate is its own."""
+    """The kernel of an op with several implementations on the backend, and the only one if the rate is its own."""
     if len(op.ways) > 1 or op.kernel in named:
         return op.kernel, ""
     return "", op.ways[0] if op.ways and op.rate == "attention" else ""
 
 
 class _Launches:
-    """The launches of a kernel that differ in the specs of their operands or in their attributes."""
+    """The launches of a kernel that differ in operand specs or attributes."""
 
     def __init__(self, body: Body, kernel: str) -> None:
         forms: dict[Any, tuple[dict[str, BufferRecord], Mapping[str, Any]]] = {}
@@ -411,7 +415,7 @@ class _Launches:
 
 
 def _keep(results: dict[_Key, _Value], key: _Key, value: _Value) -> None:
-    """Remember a result; when there are many, forget all others first."""
+    """Cache a result; a full cache is emptied first."""
     if len(results) >= _KEPT:
         results.clear()
     results[key] = value
@@ -426,7 +430,7 @@ def _knob_chain(body: Body, region: int | None) -> tuple[str, ...]:
 
 
 def _knob_columns(body: Body) -> dict[str, int]:
-    """Where the rows of every knob that has a region are among a body's variables."""
+    """The columns, among a body's variables, of the rows of every knob that has a region."""
     return {knob: body.variables.index(f"{knob}_rows") for knob in sorted({region.knob for region in body.regions})}
 
 

@@ -1,4 +1,4 @@
-"""Plans for graphs and programs that users register themselves, in one call."""
+"""Plans for graphs and programs registered by users, in one call."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from mosaic.units import Size, parse_tokens
 
 if TYPE_CHECKING:
     from mosaic.registrar.program import Build, Program
-
-__all__ = ["plan_graph", "plan_program"]
 
 
 def plan_graph(
@@ -36,13 +34,13 @@ def plan_graph(
     Parameters
     ----------
     build
-        Registers the ops into the graph it is given; called once per combination of choices.
+        Registers the ops into the given graph; called once per combination of choices.
     dims
         A value for every dim without a fixed one: a number, or like "128k".
     dims_at
-        Dims at another context length, to solve the largest context; without it the plan reports the one it was given.
+        Dims at another context length, to solve the largest context; without it the plan reports its own context.
     budget, host_budget
-        What may be used of the device, and of pinned host memory: bytes, or like "24GiB"; what the profile says by default.
+        The limits on device memory and pinned host memory: bytes, or like "24GiB"; the profile's values by default.
     config
         Take this configuration instead of searching, as in `Planner.plan`.
 
@@ -73,14 +71,14 @@ def plan_program(
     solver: str = "auto",
     config: Settings | None = None,
 ) -> dict[str, Plan]:
-    """Plan every phase and joined step of a program; weights, states and carries have the same addresses in all of them.
+    """Plan every phase and joined step of a program; weights, states and carries have the same addresses in all.
 
     Parameters
     ----------
     dims
-        Values for the dims of all phases together.
+        Values for the dims of all phases.
     config
-        Take this configuration instead of searching; each step takes the knobs that it has.
+        Take this configuration instead of searching; each step takes the settings that it has.
     """
     planner = Planner(program, device=device, budget=budget, host_budget=host_budget)
     steps = [ProgramStep(name=name, sizes=_sizes(planner, name, dims)) for name in program.steps]

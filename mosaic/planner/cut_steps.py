@@ -1,25 +1,23 @@
-"""Whether it pays to cut a step: two graphs, the second over the rows that are kept, beside the step whole."""
+"""Whether cutting a step saves time: two graphs, the second over the kept rows, compared with the whole step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["pays_up_to"]
-
 PAYS: Final = 0.98
-"""The share of a whole step's time that a cut one may take to be worth it: predictions are not closer."""
+"""The largest share of a whole step's time at which a cut step is taken: predictions are not more precise."""
 
 
 def pays_up_to(whole_ms: float, prefix_ms: float, suffix_ms: Mapping[int, float]) -> int:
-    """Return how many rows a cut step may keep and still take less time than a whole one; 0: it never does.
+    """Return the most rows that a cut step may keep and still be faster than the whole step; 0: it never is.
 
     Parameters
     ----------
     whole_ms, prefix_ms
         Milliseconds of the step whole, and of the first graph.
     suffix_ms
-        By the rows that are kept, milliseconds of the second graph.
+        By number of kept rows, milliseconds of the second graph.
 
     Examples
     --------

@@ -1,8 +1,8 @@
 """Draft a plan from a solved configuration, and write it as the document `mosaic.plan/1`.
 
-A draft is what is proved: rows that dims do not change, kept with their variant, and numbers by columns. The document,
-everything that the checker and the executor need as plain integers and strings in a fixed order, is written from the
-same rows and numbers when it is asked for.
+A draft is what the checker proves: the variant's rows, which dims do not change, and numbers by columns. The document,
+with all that the checker and the executor need as integers and strings in a fixed order, is written from them on first
+use.
 """
 
 from __future__ import annotations
@@ -21,26 +21,24 @@ from mosaic.planner.space import Config, Point, Space
 from mosaic.registrar.operator import Operator
 from mosaic.units import round_up
 
-__all__ = ["SCHEMA", "Draft", "assemble"]
-
 SCHEMA: Final = "mosaic.plan/1"
 _HELD: Final = ("inputs", "outputs", "carried")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A plan before its document is asked for.
+    """A plan before its document is written.
 
     Parameters
     ----------
     header
         All fields of the document up to the first list of rows.
     records, numbers
-        The rows of its lists, and their numbers.
+        The rows of the document's lists, and their numbers.
     operators
-        Those of its ops that Mosaic does not ship, by name.
+        Operators of its ops that Mosaic does not ship, by name.
     statements
-        Gives what is said besides: formula, trace, and each op's FLOPs and bytes.
+        Gives the remaining statements: formula, trace, and each op's FLOPs and bytes.
     """
 
     header: Mapping[str, Any]
@@ -133,6 +131,7 @@ def assemble(
         "dims": dict(point.dims),
         "device": device.name,
         "backend": device.backend,
+        **({"capability": device.capability} if device.capability else {}),
         "estimated": device.estimated,
         "device_memory_bytes": device.memory_bytes,
         "page_bytes": pages,

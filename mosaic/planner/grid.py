@@ -1,6 +1,6 @@
-"""The grid of configurations at fixed dims: what there is to choose, and how settings by name become one of it.
+"""The grid of configurations at fixed dims: options and row counts, and how settings by name become a configuration.
 
-Nothing here evaluates: what a configuration needs and how long it takes, `mosaic.planner.space` says.
+Memory and time of a configuration are computed in `mosaic.planner.space`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import NamedTuple
 from mosaic.errors import UnknownName, UsageError
 from mosaic.planner.template import Template
 from mosaic.units import round_up
-
-__all__ = ["Config", "Grid"]
 
 
 class Config(NamedTuple):
@@ -32,14 +30,14 @@ class Grid:
     template
         The compiled model.
     dims
-        By name, all of the template's.
+        All of the template's dims, by name.
     pinned
-        Choices that are not free, with the option they have.
+        Choices that are fixed, with their option.
 
     Raises
     ------
     UnknownName
-        If `pinned` names a choice or an option that there is not.
+        If `pinned` names an unknown choice or option.
     """
 
     def __init__(self, template: Template, dims: Mapping[str, int], pinned: Mapping[str, str]) -> None:
@@ -56,7 +54,7 @@ class Grid:
 
     @cached_property
     def choice_combinations(self) -> tuple[tuple[str, ...], ...]:
-        """Every combination of choices that is free to be taken, in a fixed order."""
+        """Every combination of choices that `pinned` allows, in a fixed order."""
         return tuple(product(*self.choice_options))
 
     @property
@@ -67,7 +65,7 @@ class Grid:
     def options(self, choices: tuple[str, ...], knob: int) -> list[int | None]:
         """Return the settings of one knob, from off through ever smaller chunks: its tile times powers of two.
 
-        A knob without a region under these choices is off; one whose loop holds side ops is never off.
+        A knob without a region under these choices is off; a knob whose loop holds side ops is never off.
         """
         key = (choices, knob)
         if key not in self._options:
@@ -82,17 +80,17 @@ class Grid:
         return self._options[key]
 
     def config(self, settings: Mapping[str, int | str | None]) -> Config:
-        """Return the configuration that settings by name describe.
+        """Return the configuration for settings by name.
 
-        What is not named is off, or the first option. A chunk as large as its dim is off too, except in a loop with side
-        ops, which then runs once.
+        A knob that is not named is off, a choice takes its first option. A chunk as large as its dim is off too, except
+        in a loop with side ops, which then runs once.
 
         Raises
         ------
         UnknownName
-            A name that is no knob or choice, or an option that is none.
+            If a name is no knob or choice, or an option is unknown.
         UsageError
-            Rows that are not a positive multiple of the knob's tile.
+            If rows are not a positive multiple of the knob's tile.
         """
         template = self.template
         known = [choice.name for choice in template.choices] + [knob.name for knob in template.knobs]
@@ -119,16 +117,16 @@ class Grid:
         return round_up(self.extents[record.name], record.tile) if record.name in body.looping else None
 
     def nested_knobs(self, choices: tuple[str, ...]) -> list[tuple[int, int]]:
-        """Return the pairs of knobs of which one has a loop inside a loop of the other."""
+        """Return the pairs of knobs whose loops nest."""
         index = {knob.name: k for k, knob in enumerate(self.template.knobs)}
         body = self.template.bodies[choices]
         parents = [(body.regions[r.parent].knob, r.knob) for r in body.regions if r.parent is not None]
         return [(index[outer], index[inner]) for outer, inner in dict.fromkeys(parents)]
 
     def ladders(self) -> Iterator[tuple[tuple[str, ...], list[list[tuple[str, ...]]]]]:
-        """Yield, for each combination of the plain choices, it with nothing escalated, and its ladders.
+        """Yield each combination of the plain choices, with nothing escalated, and its ladders.
 
-        A ladder varies the last escalating choice, in order, at fixed options of the other ones.
+        A ladder varies the last escalating choice, in order, with the options of the others fixed.
         """
         free = [choice.escalating for choice in self.template.choices]
         escalating = [k for k, on in enumerate(free) if on]
@@ -151,7 +149,7 @@ class Grid:
             yield Config(choices, rows)
 
     def values(self, config: Config) -> list[int]:
-        """Return the values of the body's variables: dims, then rows per knob (its whole dim when off)."""
+        """Return the values of the body's variables: dims, then rows per knob (its whole dim if off)."""
         rows = [
             extent if given is None or given > extent else given
             for given, extent in zip(config.rows, self._knob_extents, strict=True)

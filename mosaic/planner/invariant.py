@@ -1,4 +1,4 @@
-"""Which kernels a batch-invariant plan carries out in ways of their own: those whose rows do not depend on the number of others."""
+"""Kernels that have implementations of their own in batch-invariant plans: their rows do not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from mosaic.errors import GraphError
 from mosaic.planner.body import Body
 from mosaic.registrar.operators import find
 
-__all__ = ["kernels_on_request"]
-
 
 def kernels_on_request(body: Body, backend: str) -> frozenset[str]:
-    """The kernels of which batch-invariant plans take an implementation that is there for them alone.
+    """The kernels for which batch-invariant plans take an implementation that other plans do not.
 
     Raises
     ------
     GraphError
-        If none of a kernel's implementations is invariant.
+        If no implementation of a kernel is invariant.
     """
     found = set()
     for kernel in {op.kernel: None for op in body.ops}:

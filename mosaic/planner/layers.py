@@ -1,7 +1,7 @@
-"""The layers that a brief graph leaves out, from the records of the two before them.
+"""Layers that a brief graph leaves out, extrapolated from the records of the two layers before them.
 
-Layers of one kind have the same records but for numbers: of the layer in names and attributes, and of ops, buffers and
-regions. The numbers that differ between two neighbours are counted on. What follows the layers moves behind them.
+Records of layers of one kind differ only in numbers: the layer in names and attributes, and ids of ops, buffers and
+regions. The differences between two neighbours are continued. Records after the layers move behind them.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Tables = Sequence[list[Any]]
 
 
 def copies(earlier: Any, later: Any, more: int) -> Sequence[Any]:
-    """Return what follows two neighbours, as plain lists.
+    """Return the layer that follows two neighbours, as plain lists.
 
     Raises
     ------
     GraphError
-        If more than numbers differ between them.
+        If the neighbours differ in more than numbers.
     """
     return _copies(json.dumps(earlier), json.dumps(later), more)
 
 
 @lru_cache(maxsize=128)
 def _copies(earlier: str, later: str, more: int) -> Sequence[Any]:
-    """Bodies that differ in their ending alone have the same layers."""
+    """Cached: bodies that differ only in their ending have the same layers."""
     before, now = (re.split("([0-9]+)", text.replace("%", "%%")) for text in (earlier, later))
     if before[::2] != now[::2]:
         raise GraphError("two layers of one kind differ in more than numbers: let their `kind` say so")
@@ -53,7 +53,7 @@ def _copies(earlier: str, later: str, more: int) -> Sequence[Any]:
 
 
 def repeat(tables: Tables, run: Run) -> None:
-    """Insert the layers of a run that were left out."""
+    """Insert the omitted layers of a run."""
     earlier, later = ([table[i:j] for table, i, j in zip(tables, *ends, strict=True)] for ends in pairwise(run.ends))
     _, starts, ends = run.ends
     op, buffer, region, *_ = (_moved(i, run.more * (j - i)) for i, j in zip(starts, ends, strict=True))
@@ -78,7 +78,7 @@ def repeat(tables: Tables, run: Run) -> None:
 
 
 def _moved(start: int, by: int) -> Callable[[Any], Any]:
-    """Map the numbers from `start` on, those of the last layer that a run has or of what follows, to where they come to be."""
+    """Map ids from `start` on, of a run's last layer or of records after it, to their final ids."""
     return lambda number: number if number is None or number < start else number + by
 
 

@@ -19,7 +19,7 @@ _UNLISTED = frozenset({"weights", "host", "external"})
 
 
 class BarrierRecord(NamedTuple):
-    """What one region (or explicit barrier, `region` None) keeps alive over [start, end)."""
+    """The buffers that one region (or explicit barrier, `region` None) keeps alive over [start, end)."""
 
     name: str
     region: int | None
@@ -102,7 +102,7 @@ def _apply_barriers(body: Body, starts: list[int], ends: list[int]) -> list[Barr
 
 
 def _apply_streams(body: Body, active: Set[str], starts: list[int], ends: list[int]) -> None:
-    """What a side op touches lives from its fork to its join; inside a loop, through the loop, whose end joins it."""
+    """Keep the buffers of a side op alive from its fork to its join; inside a loop, through the loop."""
     for region, start, end, touched in body.side_windows:
         loop = _nearest(body, region, active)
         if loop is not None:
@@ -137,7 +137,7 @@ def _merge_aliases(
 
 
 def _values(accesses: list[Access], start: int, end: int) -> list[tuple[int, int]]:
-    """Intervals in which a buffer holds a value that will be read: each complete overwrite begins a new one."""
+    """Intervals in which a buffer holds a value that is read later: each complete overwrite begins a new one."""
     found: list[tuple[int, int]] = []
     begin, last = start, start
     for access in accesses:

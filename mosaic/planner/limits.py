@@ -1,7 +1,7 @@
-"""What fits: the smallest budgets and the largest context, each backed by a packing and not by its lower bound alone.
+"""Limits: the smallest budgets and the largest context, each confirmed by a packing and not by its lower bound alone.
 
-Limits are found by lower bounds, which cost microseconds, and then packed. Where a packing misses its bound, the limit
-gives way, so that whatever is promised is what `search_and_place` gives.
+Limits are found by lower bounds, which take microseconds, and then packed. If a packing misses its bound, the limit is
+lowered, so that every promised limit is one that `search_and_place` reaches.
 """
 
 from __future__ import annotations
@@ -18,22 +18,9 @@ from mosaic.planner.rungs import Rung, groups, smallest
 from mosaic.planner.search import SearchResult, lowest, search, trace_step
 from mosaic.planner.space import Config, Point, Space
 
-__all__ = [
-    "QUICK",
-    "DimsAt",
-    "MemoryBytes",
-    "holds",
-    "is_feasible",
-    "least",
-    "max_context",
-    "search_and_place",
-    "smallest_host",
-    "smallest_total",
-]
-
 DimsAt = Callable[[int], Mapping[str, int]]
 _FAR: Final = 1 << 20
-"""A context at which it shows which ways of running a step need least of the device."""
+"""A context at which the configurations with the least device memory are found."""
 QUICK: Final = "greedy_by_size"
 """Packs in milliseconds, never lower than the portfolio."""
 
@@ -46,7 +33,7 @@ class MemoryBytes(NamedTuple):
 
 
 class _Packer:
-    """The packings of one point by one solver, each found when it is first asked for."""
+    """The packings of one point by one solver, each computed on first use."""
 
     def __init__(self, point: Point, host_budget_bytes: int, solver: str) -> None:
         self.point, self.host_budget_bytes = point, host_budget_bytes
@@ -57,7 +44,7 @@ class _Packer:
         return self.point.total_bytes(config, self.place(config).peak_bytes)
 
     def search(self, budget_bytes: int) -> SearchResult:
-        """Search by lower bounds; where a packing misses its own and overruns the budget, again with room for as much."""
+        """Search by lower bounds; if a packing exceeds the budget, search again with a lower one."""
         allowance = budget_bytes
         while True:
             result = search(self.point, allowance, self.host_budget_bytes)
@@ -77,8 +64,8 @@ class _Packer:
         return best
 
     def floor(self) -> Config:
-        """Return the configuration found to pack lowest: the tightest, or what the search finds below it where that misses its
-        lower bound."""
+        """Return the configuration that packs lowest: the tightest, or, if that misses its lower bound, what the search
+        finds below it."""
         best = self.tightest()
         least = self.point.total_bytes(lowest(self.point, self.host_budget_bytes))
         while self.total_bytes(best) > least:
@@ -104,9 +91,9 @@ class _Packer:
 def search_and_place(
     point: Point, budget_bytes: int, host_budget_bytes: int = 0, *, solver: str = "auto"
 ) -> tuple[SearchResult, Placement]:
-    """Find the best configuration within the budgets as packed, and its addresses; where none fits, the one that packs lowest.
+    """Find the best configuration that fits the budgets as packed, and its addresses; else the one that packs lowest.
 
-    It finds a plan wherever this module says that one fits: at budgets from `smallest_total`, at contexts to `max_context`.
+    It finds a plan whenever this module states that one fits: from `smallest_total` on, and up to `max_context`.
     """
     packer = _Packer(point, host_budget_bytes, solver)
     result = packer.found(budget_bytes)
@@ -114,7 +101,7 @@ def search_and_place(
 
 
 def smallest_total(point: Point, host_budget_bytes: int = 0, *, solver: str = "auto") -> tuple[int, Config]:
-    """Return the packed bytes of the configuration that needs least at one point: a plan fits every budget from there on."""
+    """Return the packed bytes of the configuration that needs least at one point: every larger budget has a plan."""
     packer = _Packer(point, host_budget_bytes, solver)
     config = packer.floor()
     return packer.total_bytes(config), config
@@ -123,7 +110,7 @@ def smallest_total(point: Point, host_budget_bytes: int = 0, *, solver: str = "a
 def is_feasible(point: Point, budget_bytes: int, host_budget_bytes: int = 0, *, solver: str = "auto") -> bool:
     """Return whether a plan fits the budgets.
 
-    Packs only where the lower bound fits, and searches where the configuration of the lowest bound misses it.
+    Packs only if the lower bound fits, and searches only if the configuration of the lowest bound misses it.
     """
     if not point.fits(next(smallest(point, host_budget_bytes)), budget_bytes, host_budget_bytes):
         return False
@@ -135,9 +122,9 @@ def is_feasible(point: Point, budget_bytes: int, host_budget_bytes: int = 0, *, 
 
 
 def least(point: Point, budget: MemoryBytes, config: Config | None = None) -> MemoryBytes:
-    """Return what a step that does not fit needs at least, in a configuration or in the one that needs least.
+    """Return the least bytes that a step needs, in a given configuration or in the one that needs least.
 
-    That is its lower bound. Only where this is within the budgets the step is packed, which may take a second.
+    This is the lower bound; if that is within the budgets, the step is packed, which may take a second.
     """
     chosen = next(smallest(point, budget.host_bytes)) if config is None else config
     if not point.fits(chosen, *budget):
@@ -150,9 +137,9 @@ def least(point: Point, budget: MemoryBytes, config: Config | None = None) -> Me
 
 
 def holds(point: Point, config: Config, budget_bytes: int, host_budget_bytes: int = 0) -> bool:
-    """Whether a configuration may be taken and fits as one of its known orders packs it, found in a tenth of a millisecond.
+    """Whether a configuration is allowed and fits by one of its known orders; this takes a tenth of a millisecond.
 
-    Where it is, a plan fits; where it is not, one may.
+    If True, a plan fits; if False, one may still fit.
     """
     return (
         all(option in free for option, free in zip(config.choices, point.choice_options, strict=True))
@@ -162,7 +149,7 @@ def holds(point: Point, config: Config, budget_bytes: int, host_budget_bytes: in
 
 
 def _fits_quickly(point: Point, config: Config, budget_bytes: int) -> bool:
-    """Whether a greedy packing or a replayed one fits, which is answer enough: the portfolio's is no larger."""
+    """Whether a greedy or replayed packing fits; the portfolio's is never larger."""
     quick = place(point, config, solver=QUICK)
     return any(
         point.total_bytes(config, packing.peak_bytes) <= budget_bytes
@@ -171,10 +158,11 @@ def _fits_quickly(point: Point, config: Config, budget_bytes: int) -> bool:
 
 
 def smallest_host(point: Point, budget_bytes: int, host_budget_bytes: int) -> int | None:
-    """Return the least pinned host memory, within a budget of it, with which a plan fits the device; None if none does.
+    """Return the least pinned host memory, within its budget, with which a plan fits the device; None if none does.
 
-    Higher rungs of a ladder need less of the device and more of the host, so the first that fits by its lower bound is
-    found by bisection; from there on the first that fits as packed is the answer. Later ladders are asked only below it.
+    Higher rungs of a ladder need less of the device and more of the host. So the first rung that fits by its lower
+    bound is found by bisection, and from there the first that fits as packed. Later ladders are tried only with less
+    host memory than that.
     """
     least: int | None = None
     found = 0
@@ -191,8 +179,8 @@ def smallest_host(point: Point, budget_bytes: int, host_budget_bytes: int) -> in
 
 
 def _first_rung(point: Point, ladder: Sequence[Rung], budget_bytes: int, host_budget_bytes: int, near: int) -> int:
-    """The first rung that fits the device by its lower bound, or that the host has no room for, asked for around `near` first:
-    a body each."""
+    """The first rung that fits the device by its lower bound, or exceeds the host's budget. Rungs around `near` are
+    tried first, because each needs a compiled body."""
 
     def enough(rung: int) -> bool:
         choices = ladder[rung]
@@ -206,7 +194,7 @@ def _first_rung(point: Point, ladder: Sequence[Rung], budget_bytes: int, host_bu
 
 
 def _packs(point: Point, config: Config, budget_bytes: int) -> bool:
-    """Whether a configuration fits the device as packed, thoroughly only where a quick packing does not."""
+    """Whether a configuration fits the device as packed; the thorough packing runs only if a quick one does not fit."""
     if point.total_bytes(config) > budget_bytes:
         return False
     return (
@@ -230,15 +218,15 @@ def max_context(
     Parameters
     ----------
     dims_at
-        Dims of the request at a context length (its masked rows follow by ratio or stay as given).
+        Dims of the request at a context length (masked rows follow the ratio or stay as given).
     limit
-        Where to stop looking.
+        The largest context to consider.
     pinned
-        Choices that are not free.
+        Choices that are fixed.
     solver
-        What packs.
+        The packer.
 
-    Needs that more tokens never need fewer bytes, which holds for sizes that grow with the dims.
+    Requires that more tokens never need fewer bytes, which holds for sizes that grow with the dims.
     """
 
     @cache
@@ -255,7 +243,7 @@ def max_context(
     longest = _by_bounds(at, budget_bytes, host_budget_bytes, limit)
     if not longest or (solver == "auto" and fits_quickly(longest)):
         return longest
-    # thorough packing takes a second where it misses, so it begins where the quick one ends
+    # thorough packing may take a second, so it starts from the quick packing's limit
     held = bisect_left(range(1, longest), True, key=lambda c: not fits_quickly(c)) if solver == "auto" else 0
     if misses(held + 1):
         return held
@@ -267,9 +255,9 @@ def max_context(
 def _by_bounds(at: Callable[[int], Point], budget_bytes: int, host_budget_bytes: int, limit: int) -> int:
     """The largest context with a configuration whose lower bound fits the budgets; 0 if there is none.
 
-    One ladder after the other, the one that may need least of the device first. Where a rung misses the host's budget,
-    only lower ones can fit a longer context, and where it misses the device's, only higher ones: each rung that is asked
-    rules out half of them, so that few bodies are compiled.
+    Ladders are tried in order of their least device memory. If a rung exceeds the host's budget, only lower rungs can
+    allow a longer context; if it exceeds the device's, only higher ones. Each tested rung thus rules out half of the
+    others, so few bodies are compiled.
     """
     far = at(_FAR)
     found = list(groups(far))
@@ -278,7 +266,7 @@ def _by_bounds(at: Callable[[int], Point], budget_bytes: int, host_budget_bytes:
     ladders.sort(key=lambda rungs: far.total_bytes(far.lowest(rungs[-1])))
 
     def largest(config: Config, least: int) -> int:
-        """The largest context of one configuration, from one that it fits on."""
+        """The largest context of one configuration, given one that fits."""
 
         def misses(context: int) -> bool:
             return not at(context).fits(config, budget_bytes, host_budget_bytes)

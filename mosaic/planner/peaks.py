@@ -18,8 +18,6 @@ import numpy.typing as npt
 from mosaic.planner.body import Body
 from mosaic.planner.lifetimes import Lifetimes
 
-__all__ = ["ALIGNMENT", "PeakFormula", "formula_text", "peak_formula"]
-
 ALIGNMENT = 512
 """Bytes to which sizes in the workspace are rounded before lower bound and peak are compared."""
 
@@ -39,8 +37,8 @@ class PeakFormula:
     at
         Op index at which each form first occurs.
     size_table, offset_table, rotates
-        [members, monomials]: bytes of one slot and alias offset of every member of every class, and its slots;
-        `begins` marks where each class's members start.
+        [members, monomials]: bytes of one slot and alias offset of every member of every class, and its slots; `begins`
+        has the position of each class's first member.
     plain
         Whether every class is one member at offset 0 with one slot.
     """
@@ -114,7 +112,7 @@ def _undominated(live: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], tu
 def formula_text(
     body: Body, formula: PeakFormula, off: Mapping[str, str], order: Sequence[tuple[str, str]], fixed: Mapping[str, int]
 ) -> list[tuple[str, int]]:
-    """Return the forms as readable sums, without any that others exceed for all admissible dims.
+    """Return the forms as readable sums, without forms that another exceeds for all admissible dims.
 
     Parameters
     ----------
@@ -140,7 +138,7 @@ _Form = dict[tuple[tuple[str, int], ...], int]
 def _linear(
     body: Body, formula: PeakFormula, counts: npt.NDArray[np.int64], off: Mapping[str, str], fixed: Mapping[str, int]
 ) -> _Form:
-    """One form as {monomial: coefficient}, before rounding; of an alias group the first member's size stands."""
+    """One form as {monomial: coefficient}, before rounding; an alias group has its first member's size."""
     total: _Form = {}
     for c, count in enumerate(counts):
         if not count:

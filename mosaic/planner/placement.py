@@ -1,10 +1,9 @@
 """Addresses for the workspace: replay a known order for the new sizes, or solve for them.
 
-One order serves every context and chunk count as long as its peak stays at the
-lower bound. A replayed answer is checked like a solver's, and dropped where it does
-not hold. A variant's orders come from reference sizes that depend on the
-template alone, and from the request's sizes up to powers of two, never on earlier
-requests. So the same input gives the same plan whatever was planned before.
+An order is reused for other contexts and chunk counts as long as its peak equals the lower bound. A replayed answer is
+checked like a solver's, and dropped if it is invalid. A variant's orders come from reference sizes that depend on the
+template alone, and from the request's sizes up to powers of two, never on earlier requests. So the same input gives the
+same plan whatever was planned before.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from typing import Final, NamedTuple
 from mosaic.planner.offsets import Guard, Order, Problem, Solution, solve
 from mosaic.planner.peaks import ALIGNMENT
 from mosaic.planner.space import Config, Point, Variant
-
-__all__ = ["NODE_LIMIT", "Placement", "place", "problem_of", "replayed"]
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +45,7 @@ def place(point: Point, config: Config, *, solver: str = "auto") -> Placement:
 
 
 def replayed(point: Point, config: Config) -> Iterator[Placement]:
-    """Yield the packings that the orders of a variant give at these sizes, one by one, if they hold."""
+    """Yield the valid packings that the orders of a variant give at these sizes, one by one."""
     variant, sizes = point.space.variant(config), point.root_sizes(config)
     for values in _sizes_of_orders(point, config):
         order, guard, found_by = _order_at(variant, values)
@@ -60,7 +57,7 @@ def replayed(point: Point, config: Config) -> Iterator[Placement]:
 
 
 def _sizes_of_orders(point: Point, config: Config) -> Iterator[list[int]]:
-    """Values of the body's variables at which orders are found: the references, then the step's own, up to powers of two."""
+    """Values of the body's variables at which orders are found: the references, then the step's, up to powers of two."""
     template = point.space.template
     for extent, rows in REFERENCES:
         dims = {dim.name: extent if dim.value is None else dim.value for dim in template.dims}
@@ -81,7 +78,7 @@ def _order_at(variant: Variant, values: list[int]) -> tuple[Order, Guard, str]:
 
 
 def _solved(variant: Variant, sizes: list[int], solver: str) -> Solution:
-    """Solve from scratch, or give the variant's last answer again."""
+    """Solve from scratch, or return the variant's last solution for the same sizes."""
     asked = (solver, tuple(sizes))
     if variant.last_solved is None or variant.last_solved[0] != asked:
         variant.last_solved = asked, _solve(problem_of(variant, sizes), solver)

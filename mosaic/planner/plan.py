@@ -1,4 +1,4 @@
-"""The plan: a frozen, versioned document that says where every byte goes."""
+"""The plan: a frozen, versioned document of every byte's place."""
 
 from __future__ import annotations
 
@@ -22,23 +22,21 @@ from mosaic.planner.document import SCHEMA, Draft
 from mosaic.planner.plan_records import PlanRecords
 from mosaic.registrar.operator import Operator
 
-__all__ = ["Plan"]
-
 
 class Plan:
-    """A plan, read-only. `document` is its JSON form; the properties are what people ask of it first.
+    """A plan, read-only. `document` is its JSON form; properties give its main figures.
 
     Parameters
     ----------
     document
-        The JSON form, or a planner's draft, whose document is written when it is first asked for.
+        The JSON form, or a planner's draft, whose document is written on first use.
     operators
-        Operators of its ops that Mosaic does not ship, by name: a draft brings its own, JSON has none.
+        Operators of its ops that Mosaic does not ship, by name: a draft carries its own, JSON has none.
 
     Attributes
     ----------
     operators
-        The same, for whoever runs the plan. They are no part of the document.
+        The same, for the executor. They are no part of the document.
 
     Examples
     --------
@@ -102,8 +100,8 @@ class Plan:
 
     @property
     def weights(self) -> WeightMap:
-        """Where each weight lies, by its tensor's name (the buffer's, where it has none): one address for all plans of a
-        model with the same weights streamed."""
+        """The place of each weight, by its tensor's name (or else the buffer's): the same in all plans of a model that
+        stream the same weights."""
         return weight_map(self.document)
 
     @property
@@ -187,7 +185,7 @@ class Plan:
         )
 
     def _repr_png_(self) -> bytes | None:
-        """The timeline and the address map, where matplotlib is installed (notebooks)."""
+        """The timeline and the address map for notebooks, if matplotlib is installed."""
         from mosaic.errors import MissingExtra
 
         try:
@@ -212,7 +210,7 @@ class Plan:
         Raises
         ------
         PlanFormatError
-            Not JSON, not a plan, or a schema this version does not know.
+            If the text is no JSON, no plan, or of an unknown schema.
         """
         try:
             document = json.loads(text)
@@ -229,7 +227,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan file and make sure that it has a plan's structure; `check` proves the rest."""
+        """Read a plan file and check its structure; `check` proves the rest."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -247,12 +245,12 @@ class Plan:
         Returns
         -------
         tuple of str
-            The operators that Mosaic does not ship. They stay unverified: the checker takes their author's word.
+            The operators that Mosaic does not ship. The checker accepts their authors' claims unverified.
 
         Parameters
         ----------
         weights
-            Where weights were loaded, as `weights` of another plan says it: this one must read them there.
+            Where weights were loaded, in the form of `weights` of another plan: this plan must have them there.
 
         Raises
         ------
@@ -263,7 +261,7 @@ class Plan:
         return unverified_operators(self.document)
 
     def prove(self, *, weights: WeightMap | None = None) -> None:
-        """Prove what memory depends on, which is quicker than `check`. A planner proves its plans before it returns them.
+        """Prove the claims that memory safety depends on: faster than `check`. A planner does so for every plan.
 
         Raises
         ------

@@ -1,6 +1,6 @@
-"""What a plan's document says, as typed records: whoever runs, draws or reports a plan reads these.
+"""The contents of a plan's document as typed records, for code that runs, draws or reports a plan.
 
-The checker reads documents by itself (`check/reading.py`): it must not trust what the planner's side makes of them.
+The checker reads documents by itself (`check/reading.py`): it must not trust the planner's code.
 """
 
 from __future__ import annotations
@@ -12,18 +12,6 @@ from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
 from mosaic.registrar.dtypes import ITEMSIZE
-
-__all__ = [
-    "AnyPlan",
-    "PlanBarrier",
-    "PlanBuffer",
-    "PlanEdge",
-    "PlanOp",
-    "PlanPool",
-    "PlanRecords",
-    "PlanRegion",
-    "records_in",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +25,10 @@ class PlanPool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanBuffer:
-    """Bytes that the plan places, `offset` bytes into `pool`; alive over the ops [start, end) but for `gaps`.
+    """Bytes that the plan places, `offset` bytes into `pool`; alive over the ops [start, end) except in `gaps`.
 
-    An alias (`alias_of` is the id of another buffer) lies `alias_offset` bytes behind the start of its root. `size` covers
-    all slots of one that rotates, and all members where the buffer is a root. `region` is the loop that it is at home in.
+    An alias (`alias_of` is the id of another buffer) lies `alias_offset` bytes after the start of its root. `size`
+    covers all slots of a rotating buffer, and all members of a root's group. `region` is the loop of its home.
     """
 
     id: int
@@ -63,7 +51,7 @@ class PlanBuffer:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row: what one index of the first axis holds."""
+        """Bytes of one row: one index of the first axis."""
         return math.prod(self.shape[1:]) * ITEMSIZE[self.dtype]
 
     @property
@@ -73,14 +61,14 @@ class PlanBuffer:
 
     @property
     def holds_weight(self) -> bool:
-        """Whether it is a weight, on the device or in host memory, rather than an alias of one."""
+        """Whether it is a weight, on the device or in host memory, and no alias."""
         in_host = self.kind == "host" and self.tensor is not None
         return self.alias_of is None and (self.kind == "weight" or in_host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOp:
-    """One launch: its operator's name (`kernel`), operands by name as buffers' ids, and how loops cut them.
+    """One launch: its operator's name (`kernel`), operand names with buffer ids, and how loops slice operands.
 
     A slice (operand's buffer, axis, region, factor) says that iteration i sees `factor` times its rows of the axis.
     """
@@ -117,7 +105,7 @@ class PlanRegion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanBarrier:
-    """Buffers held over the ops [start, end): `inputs` to their end, `outputs` from their start, `carried` throughout."""
+    """Buffers held over the ops [start, end): `inputs` to the end, `outputs` from the start, `carried` throughout."""
 
     name: str
     region: str | None
@@ -138,7 +126,7 @@ class PlanEdge:
 
 
 class PlanRecords:
-    """A plan's lists of rows, each read once; figures about the whole plan are properties of `Plan`.
+    """A plan's lists of rows, each read once; figures of the whole plan are properties of `Plan`.
 
     Parameters
     ----------
@@ -199,12 +187,12 @@ class PlanRecords:
 
     @cached_property
     def edges(self) -> tuple[PlanEdge, ...]:
-        """What orders ops of several streams."""
+        """The edges that order ops of different streams."""
         return tuple(PlanEdge(kind=row["kind"], source=row["from"], target=row["to"]) for row in self.document["edges"])
 
     @cached_property
     def taken(self) -> Mapping[str, int]:
-        """Bytes of the carries that are read before they are written, by name: they come from the step before."""
+        """Bytes, by name, of carries that are read before they are written: their values come from an earlier step."""
         carries = {b.id: b for b in self.buffers if b.kind == "carry"}
         touched: set[int] = set()
         found: dict[str, int] = {}
@@ -228,18 +216,18 @@ class PlanRecords:
         return next(pool for pool in self.pools if pool.name == name)
 
     def root(self, buffer: PlanBuffer) -> PlanBuffer:
-        """Return the buffer whose bytes a buffer has: itself, where it is no alias."""
+        """Return the buffer whose bytes a buffer has: its root, or itself if it is no alias."""
         while buffer.alias_of is not None:
             buffer = self.buffers[buffer.alias_of]
         return buffer
 
 
 class HasRecords(Protocol):
-    """What has records: a `Plan`."""
+    """An object with records: a `Plan`."""
 
     @property
     def records(self) -> PlanRecords:
-        """Its document's rows."""
+        """The records of its document."""
 
 
 AnyPlan: TypeAlias = HasRecords | Mapping[str, Any] | PlanRecords

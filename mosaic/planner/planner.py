@@ -1,7 +1,6 @@
-"""From a model or a program and a step of it to a plan: search, place, assemble.
+"""Plan a step of a model or a program: search, place, assemble.
 
-`plan` is the one-call form. A `Planner` keeps what is compiled, so that further
-requests cost milliseconds.
+`plan` is the one-call form. A `Planner` keeps compiled templates, so that further requests take milliseconds.
 """
 
 from __future__ import annotations
@@ -34,17 +33,15 @@ from mosaic.registrar.program import Program
 from mosaic.units import Size, parse_bytes
 from mosaic.version import __version__
 
-__all__ = ["Planner", "Settings", "SizedStep", "Step", "plan", "plan_point"]
-
 SizedStep: TypeAlias = StepSize | ProgramStep
 """A step in numbers, of a model or of a program."""
 Step: TypeAlias = Request | SizedStep
-"""A step to plan: as people ask for one of a model, or in numbers."""
+"""A step to plan: a user's request for a model, or sizes."""
 
 Settings: TypeAlias = Mapping[str, int | str | None]
 """A configuration: rows per chunk by knob (None: off), an option by choice."""
 KEPT_CONFIGS: Final = 4
-"""Configurations of a kind of step that `Planner.fits` tries before it looks for one."""
+"""Configurations per kind of step that `Planner.fits` tries before it searches."""
 
 
 class Planner:
@@ -57,13 +54,13 @@ class Planner:
     device
         A `Device` or its name; the built-in rtx-4090 if not given.
     budget
-        What the process may take on the device, in bytes or like "24GiB"; its whole memory by default.
+        The most device memory for the process, in bytes or like "24GiB"; the device's whole memory by default.
     host_budget
-        Pinned host memory that weights and hidden states may take, 0 for none; what the device's profile says by default.
+        The most pinned host memory for weights and hidden states, 0 for none; the profile's value by default.
     pinned
-        Choices that are not free, such as {"stream": "all"}.
+        Choices that are fixed, such as {"stream": "all"}.
     batch_invariant
-        Plan steps in which what a request gets does not depend, to the bit, on the others in its step.
+        Plan steps in which a request's results are bit for bit independent of the other requests of its step.
 
     Examples
     --------
@@ -74,7 +71,7 @@ class Planner:
     Attributes
     ----------
     model, program
-        What is planned: one of the two; the other is not there, or None.
+        The one that is planned; the other is None or missing.
     """
 
     model: Model
@@ -106,13 +103,13 @@ class Planner:
         self._fitting: dict[Phase | str, tuple[Config, ...]] = {}
 
     def with_pinned(self, pinned: Mapping[str, str]) -> Planner:
-        """Return the same planner with more choices pinned; what it has compiled is shared."""
+        """Return the same planner with more choices pinned; compiled templates are shared."""
         other = copy(self)
         other.pinned = {**self.pinned, **pinned}
         return other
 
     def with_budgets(self, *, budget: Size | None = None, host_budget: Size | None = None) -> Planner:
-        """Return the same planner with other budgets, of the device or of the host; what it has compiled is shared."""
+        """Return the same planner with other budgets, of the device or of the host; compiled templates are shared."""
         other = copy(self)
         other.budget_bytes, other.host_budget_bytes = _read_budgets(
             self.device,
@@ -122,7 +119,7 @@ class Planner:
         return other
 
     def with_device(self, device: Device) -> Planner:
-        """Return a planner for another device and all of its memory; what this one has compiled and derived is shared."""
+        """Return a planner for another device and all of its memory; compiled templates are shared."""
         other = copy(self)
         other.device, other.budget_bytes = device, device.memory_bytes
         alike = device.backend == self.device.backend
@@ -153,7 +150,7 @@ class Planner:
         Raises
         ------
         CheckpointError
-            Naming file, tensor, what was expected and what was found.
+            Naming file, tensor, and the expected and actual values.
         """
         if self.program is not None or self.model.path is None or not Layout.exists(self.model.path):
             return
@@ -179,15 +176,15 @@ class Planner:
     ) -> Plan:
         """Plan one step. A plan that does not fit is no error: its `fits` is False.
 
-        A step that is cut has a plan for each of its graphs: this is the one that takes the most memory, `plans` gives all.
+        A cut step has a plan for each of its graphs: this is the one with the most memory, `plans` gives all.
 
         Parameters
         ----------
         config
-            Take this configuration instead of searching: rows per chunk by knob, an option by choice. What is not named
-            is off, or the first option. For ablations and tests; the search finds better ones.
+            Take this configuration instead of searching: rows per chunk by knob, an option by choice. A knob that is
+            not named is off, a choice takes its first option. For ablations and tests; the search finds better ones.
         limit
-            Solve the largest context as well; otherwise `max_ctx_tokens` is this one, where it fits.
+            Solve the largest context as well; otherwise `max_ctx_tokens` is this step's, if it fits.
         """
         found = self.plans(step, solver=solver, config=config, limit=limit)
         return max(found, key=lambda plan: plan.total_bytes)
@@ -200,8 +197,8 @@ class Planner:
         config: Settings | None = None,
         limit: bool = True,
     ) -> list[Plan]:
-        """Plan the graphs of one step, as for `plan`: one, or of a step that is cut its first graph, and its second for each number
-        of rows. Of `config` each graph takes what it has; where it is the only one, it has to have all of it."""
+        """Plan the graphs of one step, as `plan` does: one, or for a cut step its first graph, and its second for each
+        row count. Each graph takes the settings of `config` that it has; a single graph must have all of them."""
         graphs, found = _graphs(step), list[Plan]()
         longest = self.max_context(step, solver=solver) if limit and _scales(step) else None
         for graph in graphs:
@@ -218,7 +215,7 @@ class Planner:
     def max_context(self, step: Step, *, solver: str = "auto") -> int:
         """Return the largest context for steps like this one, in tokens; 0 if not even one token fits.
 
-        Solved once for all steps that differ in their context alone.
+        Cached for all steps that differ in their context alone.
         """
         graphs = _graphs(step)
         if len(graphs) > 1:
@@ -244,10 +241,10 @@ class Planner:
 
     @collector_paused()
     def fits(self, step: Step, *, config: Settings | None = None) -> bool:
-        """Return whether `plan` finds one that fits; in under a millisecond where the answer for such a step was yes before.
+        """Return whether `plan` finds one that fits; under a millisecond if the answer for such a step was yes before.
 
-        Configurations that held earlier steps of the kind are evaluated first, with their known orders replayed: a packing
-        within the budget is answer enough.
+        Configurations of earlier steps of the kind are tried first, with their known orders replayed: any packing
+        within the budget decides.
 
         Parameters
         ----------
@@ -281,12 +278,12 @@ class Planner:
 
     @property
     def budget(self) -> MemoryBytes:
-        """What may be used of the device and of the host."""
+        """The limits on device memory and pinned host memory."""
         return MemoryBytes(self.budget_bytes, self.host_budget_bytes)
 
     @collector_paused()
     def least(self, step: Step, *, config: Settings | None = None) -> MemoryBytes:
-        """Return what a step that does not fit needs at least, without a plan: by the peak formula where that says no.
+        """Return the least bytes that a step needs, without a plan; by the peak formula, if that exceeds a budget.
 
         Parameters
         ----------
@@ -314,7 +311,7 @@ def _scales(step: Step) -> bool:
 
 
 def _read_budgets(device: Device, budget: Size | None, host_budget: Size | None) -> tuple[int, int]:
-    """Return the bytes of the device and of the host that may be used: as asked for, or what the profile says."""
+    """Return the limits on device memory and pinned host memory: as given, or the profile's."""
     return (
         device.memory_bytes if budget is None else parse_bytes(budget, what="budget"),
         device.host_bytes if host_budget is None else parse_bytes(host_budget, what="host_budget", least=0),
@@ -336,16 +333,16 @@ def plan_point(
     Parameters
     ----------
     identity
-        The model's name, and the dtype that it is said to be in; that of most weights, if not given.
+        The model's name, and the plan's stated dtype; by default that of most weights.
     longest
-        The largest context, for `max_ctx_tokens`; without it that is the context itself, or 0.
+        The largest context, for `max_ctx_tokens`; without it, the step's own context, or 0.
     config
         A configuration to take instead of searching.
 
     Raises
     ------
     UnsafePlan
-        If the checker refuses what was planned: nothing is handed out.
+        If the checker refuses the plan, which is not returned.
     """
     if config is None:
         result, (offsets, peak, used) = search_and_place(point, budget_bytes, host_budget_bytes, solver=solver)
@@ -370,7 +367,7 @@ def plan_point(
 
 
 def _require_safe(draft: Draft) -> None:
-    """Prove a plan before anybody gets it: whatever searched and packed, the checker shares no code with it."""
+    """Prove a plan before it is returned; the checker shares no code with the search and the packer."""
     violations = prove_safe(draft.records, draft.header, draft.numbers)
     if violations:
         dims = ", ".join(f"{name}={value:,}" for name, value in draft.header["dims"].items())
@@ -402,18 +399,18 @@ def plan(
     masked, mask_ratio
         Rows to unembed, as a number or as a share of the tokens (half of them if neither is given).
     device, budget
-        Profile by name or object (the built-in rtx-4090 if not given), and what may be used of it: bytes, or like "24GiB".
+        Profile by name or object (default: the built-in rtx-4090), and the limit on its memory: bytes, or like "24GiB".
     host_budget
-        Pinned host memory that weights and hidden states may be kept in; what the profile says by default.
+        The most pinned host memory for weights and hidden states; the profile's value by default.
     batch_invariant
-        Plan a step in which what a sequence gets does not depend, to the bit, on the others.
+        Plan a step in which a sequence's results are bit for bit independent of the others.
     solver
         Offset solver; `auto` is the portfolio.
 
     Returns
     -------
     Plan
-        With `fits` False where the request does not fit.
+        With `fits` False if the request does not fit.
 
     Examples
     --------

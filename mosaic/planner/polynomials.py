@@ -31,7 +31,7 @@ class Polynomials:
         Raises
         ------
         GraphError
-            Of one that is divided by a dim, or has others than the table.
+            If a size is divided by a dim, or has variables that the table lacks.
         """
         found = self._by_size.get(size)
         if found is None:

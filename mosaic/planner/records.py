@@ -1,6 +1,6 @@
-"""What a plan says of its buffers, ops and regions: rows that dims do not change, once a variant, and their numbers.
+"""Records of a plan's buffers, ops and regions: rows that dims do not change, made once per variant, and their numbers.
 
-The document is written from them and the checker's proof reads them, so that both speak of the same plan.
+The document is written from them and the checker's proof reads them, so both describe the same plan.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from mosaic.planner.check import Numbers, Records
 from mosaic.planner.lifetimes import BarrierRecord
 from mosaic.planner.peaks import ALIGNMENT
 from mosaic.planner.space import Config, Ids, Point, Tables, Variant
-
-__all__ = ["numbers_of", "records_of"]
 
 _Row = Mapping[str, Any]
 
@@ -85,7 +83,7 @@ def _barrier_row(barrier: BarrierRecord) -> dict[str, Any]:
 
 
 def numbers_of(point: Point, config: Config, offsets: Sequence[int]) -> Numbers:
-    """Return the numbers of a plan, from the addresses of its workspace roots in the order of the variant's `formula.roots`."""
+    """Return the numbers of a plan, from its workspace roots' addresses in the order of the variant's `formula.roots`."""
     variant = point.space.variant(config)
     tables = _tables(variant)
     polynomials, roots = point.polynomials(config), variant.formula.roots
@@ -126,10 +124,11 @@ def _tables(variant: Variant) -> Tables:
 
 
 def _stacks(variant: Variant) -> Iterator[Ids]:
-    """The buffers that no solver places, by pool, in the order in which they lie there.
+    """The buffers that no solver places, by pool, in the order of their addresses.
 
-    Weights come first, by name and not as they were registered, which choices and phases change: a weight has one address
-    wherever the same weights are in its pool. Host memory holds them before the hidden states for the same reason.
+    Weights come first, sorted by name: the order of registration depends on choices and phases, but a weight must have
+    one address in all plans with the same weights in its pool. Host memory holds them before the hidden states for the
+    same reason.
     """
     buffers, roots = variant.body.buffers, set(variant.formula.roots.tolist())
     outside = [b for b, x in enumerate(buffers) if b not in roots and x.alias_of is None]
@@ -139,6 +138,6 @@ def _stacks(variant: Variant) -> Iterator[Ids]:
 
 
 def _rank(record: BufferRecord) -> tuple[bool, list[str | int]]:
-    """What buffers of a pool are sorted by: weights by name, layer 2 before layer 10, then the rest as it comes."""
+    """The sort key of a pool's buffers: weights by name, layer 2 before layer 10, then the rest in order."""
     name = record.tensor or (record.name if record.kind == "weight" else "")
     return not name, [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", name)]

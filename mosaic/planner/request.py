@@ -1,4 +1,4 @@
-"""A step as people ask for it: counts as text, masked rows as a share of the tokens."""
+"""A step as users request it: counts as text, masked rows as a share of the tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.units import Size, parse_lengths, parse_tokens
 
-__all__ = ["DEFAULT_MASK_RATIO", "Request"]
-
 DEFAULT_MASK_RATIO: Final = 0.5
 
 
@@ -27,7 +25,7 @@ class Request:
     Parameters
     ----------
     seq_lens
-        Tokens of each packed sequence; where keys are cached, of each window. One number is one sequence.
+        Tokens of each packed sequence; in cached phases, of each window. One number is one sequence.
     masked
         Rows to unembed; None for `mask_ratio` of the tokens, rounded up.
     mask_ratio
@@ -35,9 +33,9 @@ class Request:
     logit_rows
         Rows whose logits are returned as well; 0 for statistics only.
     phase
-        The kind of step; the whole sequence with statistics of its masked rows, if not given.
+        The kind of step; by default the whole sequence with statistics of its masked rows.
     key_lens
-        Of cached phases: keys that each window sees, itself included.
+        Cached phases: keys that each window sees, itself included.
     states
         Rows of each state, of all owners together; as for `StepSize`.
 
@@ -90,8 +88,8 @@ class Request:
         return self.masked if self.masked is not None else max(1, ceil(Fraction(str(self.mask_ratio)) * tokens))
 
     def at(self, context: int) -> StepSize:
-        """Return the step for one sequence of another length: `StepSize.at`, with the share of masked rows kept where rows were
-        asked for as a share."""
+        """Return the step for one sequence of another length: `StepSize.at`, with the share of masked rows kept if they
+        were given as a share."""
         size = self.size.at(context)
         return size if self.masked is not None else replace(size, rows=self._rows(size.tokens))
 

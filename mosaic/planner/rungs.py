@@ -1,7 +1,7 @@
-"""Which combinations of choices hold a request: ladders of escalating choices, and the lowest configuration of each.
+"""Combinations of choices that may fit a request: ladders of escalating choices, and the lowest configuration of each.
 
-Each rung of a ladder needs less of the device than the one before, and more of the host: so a few rungs, a compiled body each,
-say what all of them do.
+Each rung of a ladder needs less of the device than the one before, and more of the host. So a few rungs, each a
+compiled body, decide for all of them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from typing import TypeAlias
 
 from mosaic.planner.space import Config, Point
 
-__all__ = ["Rung", "affordable", "groups", "smallest", "whole_grid"]
-
 Rung: TypeAlias = tuple[str, ...]
 """An option of every choice."""
 
 
 def groups(point: Point) -> Iterator[tuple[Rung, list[list[Rung]]]]:
-    """Yield, for each combination of the plain choices, it with nothing escalated, and its ladders.
+    """Yield each combination of the plain choices, with nothing escalated, and its ladders.
 
-    Each rung needs less of the device than the one before: beside returned logits, where the last may not, it is left out.
+    A last rung that does not need less of the device, as may be with returned logits, is left out.
     """
 
     def least(choices: Rung) -> int:
@@ -37,7 +35,7 @@ def groups(point: Point) -> Iterator[tuple[Rung, list[list[Rung]]]]:
 
 
 def whole_grid(point: Point, host_budget_bytes: int = 0) -> Iterator[Config]:
-    """Yield every configuration of the stated grid that the host has room for, in a fixed order."""
+    """Yield every configuration of the grid that the host has room for, in a fixed order."""
     combinations = dict[Rung, None]()
     for base, ladders in groups(point):
         combinations[base] = None
@@ -50,11 +48,11 @@ def whole_grid(point: Point, host_budget_bytes: int = 0) -> Iterator[Config]:
 def smallest(point: Point, host_budget_bytes: int = 0, *, slack: float = inf) -> Iterator[Config]:
     """Yield the configuration with the lowest total, then the others with up to `slack` bytes more.
 
-    There is one for each combination of plain choices and for each ladder: the one that needs least of the device and
-    that the host has room for. Where the host has room for none, they are those with nothing escalated.
+    There is one per combination of plain choices and per ladder: the one with the least device memory for which the
+    host has room. If the host has room for none, those with nothing escalated are yielded.
 
-    The highest rung of a ladder bounds the others from below, so bodies of those are compiled only where the bound
-    is low enough.
+    The highest rung bounds the other rungs of its ladder from below, so their bodies are compiled only if the bound is
+    low enough.
     """
     found = list(groups(point))
     bases = [[base] for base, _ in found]
@@ -80,11 +78,11 @@ def smallest(point: Point, host_budget_bytes: int = 0, *, slack: float = inf) ->
 
 
 def affordable(point: Point, ladder: Sequence[Rung], host_budget_bytes: int) -> Sequence[Rung]:
-    """Return the lower rungs of a ladder, as far as the host has room; higher ones need more of it."""
+    """Return the lower rungs of a ladder for which the host has room; higher ones need more of it."""
     if not ladder or point.host_bytes(ladder[-1]) <= host_budget_bytes:
         return ladder
     low, high = 0, len(ladder) - 1
     for k, rung in enumerate(ladder[:-1]):
-        if point.space.has_counted(rung, "host"):  # its body is there, so that asking it costs nothing
+        if point.space.has_counted(rung, "host"):  # its body is compiled, so the question is cheap
             low, high = (k + 1, high) if point.host_bytes(rung) <= host_budget_bytes else (low, min(k, high))
     return ladder[: bisect_right(ladder, host_budget_bytes, low, high, key=point.host_bytes)]

@@ -2,9 +2,9 @@
 
 The objective is the least predicted time within the budget; within 0.25 % of that time the least host memory, the lowest
 peak, the fewest moves, then a fixed order. The search starts from the fastest configuration. It finds the live set that
-dominates and takes the cheapest move that lowers it, until the plan fits or nothing lowers it (Mosaic, section 4.4, where
-the moves are K_logits and K_FFN). Here a chunk that costs no time is taken from the start; chunks that cost time are
-taken lazily, as there.
+the dominating live set and takes the cheapest move that lowers it, until the plan fits or no move lowers it (Mosaic,
+section 4.4, where the moves are K_logits and K_FFN). Here a chunk that costs no time is taken from the start. Chunks
+that cost time are taken lazily, as in the paper.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from typing import NamedTuple
 from mosaic.planner.rungs import affordable, groups, smallest, whole_grid
 from mosaic.planner.space import Config, Point
 
-__all__ = ["TOLERANCE", "SearchResult", "TraceStep", "brute_force", "lowest", "search", "trace_step"]
-
 TOLERANCE = 0.0025
 """Share of time within which two configurations count as equally fast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceStep:
-    """One configuration that the search stood on, and the move that led there."""
+    """One configuration that the search visited, and the move that led to it."""
 
     config: Config
     move: str
@@ -39,7 +37,7 @@ class TraceStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The configuration found; where nothing fits, the one with the lowest peak."""
+    """The configuration found; if none fits, the one with the lowest peak."""
 
     config: Config
     fits: bool
@@ -49,14 +47,14 @@ class SearchResult:
 
 
 def search(point: Point, budget_bytes: int, host_budget_bytes: int = 0) -> SearchResult:
-    """Find the best configuration within the budgets, with one descent per combination of choices that could still win."""
+    """Find the best configuration within the budgets: one descent per combination of choices that could still win."""
     before = point.evaluations
     runs: list[_Run] = []
     limit = inf
     starts = [(_fastest(point, base), ladders) for base, ladders in groups(point)]
     for start, ladders in sorted(starts, key=lambda group: point.seconds(group[0])):
         if point.seconds(start) > limit:
-            break  # even its fastest setting is slower than what has been found
+            break  # even its fastest setting is slower than the best so far
         for run in _climb(point, start, ladders, budget_bytes, host_budget_bytes, limit):
             runs.append(run)
             if run.fits:
@@ -113,7 +111,7 @@ def _preference(point: Point, config: Config) -> tuple[int, int, int, float, int
 
 
 class _Run(NamedTuple):
-    """Where one descent ended."""
+    """The end of one descent."""
 
     fits: bool
     config: Config
@@ -124,7 +122,7 @@ def _climb(
     point: Point, start: Config, ladders: list[list[tuple[str, ...]]], budget_bytes: int,
     host_budget_bytes: int, limit: float,
 ) -> Iterator[_Run]:  # fmt: skip
-    """Descend with nothing escalated; where that does not fit, from the lowest rung of each ladder that does."""
+    """Descend with nothing escalated; if that does not fit, from the lowest rung of each ladder that fits."""
     run = _descend(point, start, budget_bytes)
     if point.host_bytes(start.choices) > host_budget_bytes:
         run = run._replace(fits=False)
@@ -138,11 +136,11 @@ def _climb(
 
 
 def _fitting_rungs(point: Point, rungs: Sequence[tuple[str, ...]], budget_bytes: int, limit: float) -> Iterator[_Run]:
-    """Descents from the highest rung, if it fits, down to the lowest that does, asking few rungs: a body each.
+    """Descents from the highest rung, if it fits, down to the lowest that fits. Few are evaluated: each needs a body.
 
-    Higher rungs need less of the device and take no less time, so that the highest says whether any fits, the lowest
-    whether any is fast enough, and the first that fits is found by bisection. It need not be the fastest: what a higher
-    one frees may save chunks.
+    Higher rungs need less of the device and take no less time. So the highest rung says whether any fits, the lowest
+    whether any is fast enough, and bisection finds the first that fits. That need not be the fastest: memory freed by a
+    higher rung may save chunks.
     """
     if not rungs:
         return
@@ -160,7 +158,7 @@ def _fitting_rungs(point: Point, rungs: Sequence[tuple[str, ...]], budget_bytes:
 
 
 def _descend(point: Point, config: Config, budget_bytes: int) -> _Run:
-    """From the fastest setting down to one that fits, then back up wherever time can be saved for free."""
+    """Descend from the fastest setting to one that fits, then undo moves that turn out needless."""
     trace = [trace_step(point, config, "the fastest configuration")]
     while point.total_bytes(config) > budget_bytes:
         moves = list(_lowering(point, config))
@@ -175,7 +173,7 @@ def _descend(point: Point, config: Config, budget_bytes: int) -> _Run:
 
 
 def _fastest(point: Point, choices: tuple[str, ...]) -> Config:
-    """Every knob at its own fastest setting (their times add); off where equal."""
+    """Every knob at its own fastest setting (their times add); off if equally fast."""
     return Config(choices, tuple(point.by_time(choices, knob)[0] for knob in range(len(point.space.template.knobs))))
 
 
@@ -189,9 +187,9 @@ def _describe(point: Point, knob: int, rows: int | None) -> str:
 
 
 def _lowering(point: Point, config: Config) -> Iterator[tuple[float, Config, str]]:
-    """Per knob the cheapest smaller setting that lowers the dominating live sets, with its time.
+    """For each knob the cheapest smaller setting that lowers the dominating live sets, with its time.
 
-    Not the next smaller one: rates are no smooth function of rows, and a smaller chunk can be the faster one.
+    It need not be the next smaller one: rates are not smooth in rows, so a smaller chunk can be faster.
     """
     now = point.dominating(config)
     for knob, rows in enumerate(config.rows):
@@ -208,14 +206,14 @@ def _lowering(point: Point, config: Config) -> Iterator[tuple[float, Config, str
 
 
 def _cheapest(moves: list[tuple[float, Config, str]]) -> tuple[Config, str]:
-    """The move that gives the least time; of equal ones the first, which is the larger chunk."""
+    """The move with the least time; of equal ones the first, which has the larger chunk."""
     _, config, move = min(moves, key=lambda item: item[0])
     return config, move
 
 
 def _relaxations(point: Point, config: Config, budget_bytes: int) -> Iterator[tuple[Config, str]]:
-    """Undo moves that later ones made needless: any faster setting of one knob that still fits, and of two knobs whose
-    loops nest, where one may have to give for the other."""
+    """Undo moves that later ones made needless: take any faster setting of one knob that still fits, or of two knobs
+    whose loops nest, where one may have to shrink for the other."""
     improved = True
     while improved:
         improved = False
@@ -238,14 +236,14 @@ def _relaxations(point: Point, config: Config, budget_bytes: int) -> Iterator[tu
 
 
 def _traded(point: Point, config: Config, outer: int, inner: int, budget_bytes: int) -> Config:
-    """The fastest pair of settings of two knobs that fits, or the configuration as it is, which fits."""
+    """The fastest pair of settings of two knobs that fits; at worst the given configuration, which fits."""
     pairs = product(point.options(config.choices, outer), point.options(config.choices, inner))
     candidates = sorted((config, *(_with(_with(config, outer, a), inner, b) for a, b in pairs)), key=point.seconds)
     return next(c for c in candidates if c is config or point.total_bytes(c) <= budget_bytes)
 
 
 def _settle(point: Point, config: Config, limit: float, trace: list[TraceStep]) -> tuple[Config, list[TraceStep]]:
-    """Within the time limit take every move that lowers the peak, then drop those the peak does not need: a trace goes on."""
+    """Take every move that lowers the peak within the time tolerance, then drop needless ones."""
     while True:
         moves = [move for move in _lowering(point, config) if point.seconds(move[1]) <= limit]
         if not moves:
@@ -266,7 +264,7 @@ def _settle(point: Point, config: Config, limit: float, trace: list[TraceStep]) 
 
 
 def trace_step(point: Point, config: Config, move: str) -> TraceStep:
-    """Say of a configuration what a trace does, by its lower bound."""
+    """Return the trace's record of a configuration, at its lower bound."""
     values = point.form_values(config)
     formula = point.space.variant(config).formula
     return TraceStep(

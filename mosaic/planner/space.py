@@ -1,4 +1,4 @@
-"""The configurations of a model on a device: what each one needs and how long it takes.
+"""The configurations of a model on a device: the memory and time of each.
 
 A configuration fixes every choice and every knob (rows per chunk, or off). Its
 variant, the lifetimes and the peak formula, depends on which knobs are on
@@ -44,7 +44,7 @@ class Tables:
     bytes, rotates
         Of each buffer, the row of one slot's bytes, and its slots.
     aliases, alias_roots, alias_offsets
-        Buffers that are aliases, of which roots, at the offset of which row.
+        Buffers that are aliases, their roots, and the rows of their offsets.
     shapes, ends
         Rows of all axes of all buffers, and where each buffer's end.
     stacks
@@ -65,9 +65,9 @@ class Tables:
 class Variant:
     """A body with some of its regions on.
 
-    `orders` are packings found at reference sizes, with what checks their answers and the solver that found them; they
-    are replayed for new sizes. `last_solved` is what was last solved for these very sizes: a refusal asks for the same packing
-    several times. The last three fields keep what plans say of this variant whatever the dims; the document module fills them.
+    `orders` are packings found at reference sizes, each with a checker of its answers and the solver's name; they are
+    replayed for new sizes. `last_solved` is the last solution from scratch, kept because a refusal asks for the same
+    packing several times. The last three fields keep the variant's part of plans; the document module fills them.
     """
 
     body: Body
@@ -129,7 +129,7 @@ class Space:
         return self._pool_rows[key]
 
     def has_counted(self, choices: tuple[str, ...], pool: str) -> bool:
-        """Return whether `pool_rows` has been asked for a pool."""
+        """Return whether `pool_rows` of a pool is cached."""
         return (choices, pool) in self._pool_rows
 
     def state_pools(self, choices: tuple[str, ...]) -> Sequence[str]:
@@ -140,13 +140,13 @@ class Space:
         return self._state_pools[choices]
 
     def known(self, settings: Mapping[str, int | str | None]) -> dict[str, int | str | None]:
-        """Return those of some settings that this kind of step has."""
+        """Return the given settings that this kind of step has."""
         options = {choice.name: choice.options for choice in self.template.choices}
         knobs = {knob.name for knob in self.template.knobs}
         return {name: v for name, v in settings.items() if name in knobs or v in options.get(name, ())}
 
     def at(self, dims: Mapping[str, int], *, pinned: Mapping[str, str] | None = None) -> Point:
-        """Return the space at given dims, some choices pinned to one of their options."""
+        """Return the space at given dims, with pinned choices."""
         unlike = {choice.name: choice.options[0] for choice in self.template.choices if choice.unlike}
         return Point(self, self.template.dims_of(dims), {**(pinned or {}), **(unlike if self.batch_invariant else {})})
 
@@ -157,7 +157,7 @@ class Point(Grid):
     Parameters
     ----------
     pinned
-        Choices that are not free, with the option they have.
+        Choices that are fixed, with their option.
     """
 
     def __init__(self, space: Space, dims: Mapping[str, int], pinned: Mapping[str, str]) -> None:
@@ -190,7 +190,7 @@ class Point(Grid):
         return variant.formula.root_sizes(variant.body.monomials(self.values(config)))
 
     def dominating(self, config: Config) -> tuple[int, int]:
-        """Return the bytes of the largest live set, and how many of the formula's live sets are as large."""
+        """Return the bytes of the largest live set, and the number of live sets of that size."""
         if config not in self._peaks:
             values = self.form_values(config).tolist()
             peak = max(values)
@@ -198,7 +198,7 @@ class Point(Grid):
         return self._peaks[config]
 
     def lower_bound(self, config: Config) -> int:
-        """Return the bytes of the largest live set: what any offset assignment needs at least."""
+        """Return the bytes of the largest live set: the minimum of any offset assignment."""
         return self.dominating(config)[0]
 
     def pool_bytes(self, config: Config, pool: str) -> int:
@@ -241,8 +241,8 @@ class Point(Grid):
     def lowest(self, choices: tuple[str, ...]) -> Config:
         """Return the configuration with the lowest peak under some choices.
 
-        Starts from the smallest chunk of every knob, and turns loops around the peak off where that lowers it. A region
-        stretches lifetimes only up to its own borders, so no other region need be looked at.
+        Starts from the smallest chunk of every knob, and turns loops around the peak off if that lowers it. A region
+        extends lifetimes only up to its own borders, so no other region need be considered.
         """
         settings = [self.options(choices, k) for k in self.knobs]
         config, better = Config(choices, tuple(options[-1] for options in settings)), True
@@ -279,7 +279,7 @@ class Point(Grid):
         return found
 
     def _predict(self, config: Config) -> float:
-        """What no knob changes, each knob's own ops, and what nested knobs share; or two clocks beside each other."""
+        """Seconds that no knob changes, of each knob's own ops, and of nested knobs; or of the timeline."""
         if self.space.template.bodies[config.choices].has_streams:
             return self._exact_seconds(config)
         if config.choices not in self._tables:
@@ -292,7 +292,7 @@ class Point(Grid):
         return total + sum(self._group_seconds(config, group) for group in nested)
 
     def _group_seconds(self, config: Config, group: tuple[str, ...]) -> float:
-        """Seconds of the ops in loops of exactly these knobs; they depend on no other knob. All settings at once."""
+        """Seconds of the ops in loops of exactly these knobs; no other knob matters. All settings at once."""
         known = self._nested.setdefault((config.choices, group), {})
         names = [knob.name for knob in self.space.template.knobs]
         rows = tuple([config.rows[names.index(name)] for name in group])
@@ -310,7 +310,7 @@ class Point(Grid):
         return known[rows]
 
     def by_time(self, choices: tuple[str, ...], knob: int) -> list[int | None]:
-        """Return the settings of one knob, the fastest first, larger chunks first where equal, at the others' largest chunks."""
+        """Return a knob's settings, fastest first, larger first if equal, with other knobs at their largest chunks."""
         key = (choices, knob)
         if key not in self._by_time:
             first = tuple(self.options(choices, k)[0] for k in self.knobs)

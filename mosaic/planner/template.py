@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """Everything the planner needs of a model, for every choice of its knobs.
+    """The compiled graphs of a phase, for every combination of choices.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class Template:
         The phase.
     dims, knobs
         Symbolic dims and chunk knobs, in order of declaration.
-    choices
+    The choices; `bodies` has one entry per combination, keyed by the chosen options, compiled on first use.
         The choices; `bodies` has one entry per combination, keyed by the chosen options, compiled when asked for.
     """
 
@@ -60,7 +60,7 @@ class Template:
         Raises
         ------
         GraphError
-            A missing, non-positive or too large dim.
+            If a dim is missing, below 1 or above its bound.
         """
         values: dict[str, int] = {}
         for dim in self.dims:
@@ -81,14 +81,14 @@ class Template:
 
 
 class Bodies(Mapping[tuple[str, ...], Body]):
-    """The bodies of all combinations of choices, each compiled when it is first asked for.
+    """The bodies of all combinations of choices, each compiled on first use.
 
     Parameters
     ----------
     choices
         The choices, in order.
     compile_now
-        Gives the body of one combination.
+        Compiles the body of one combination.
     """
 
     def __init__(self, choices: Sequence[ChoiceRecord], compile_now: Callable[[tuple[str, ...]], Body]) -> None:
@@ -114,7 +114,7 @@ Register: TypeAlias = Callable[[Mapping[str, str] | None], Any]
 
 
 def compile_template(register: Register) -> Template:
-    """Compile a model; its bodies follow when they are asked for."""
+    """Compile a model; its bodies are compiled on first use."""
     first: Any = register(None)
     shell = Template(
         name=first.name, backend=first.backend, dims=_dims_of(first), knobs=_knobs_of(first),
@@ -129,17 +129,17 @@ def compile_template(register: Register) -> Template:
 
 
 def _compile_choices(register: Register, shell: Template, options: Sequence[str], graph: Any | None) -> Body:
-    """Register the model with one option of every choice, unless its graph is there; validate and compile it.
+    """Register the model with one option of every choice, unless its graph exists; validate and compile it.
 
     Parameters
     ----------
     shell
-        What all bodies share: their dims, knobs and choices, in order.
+        The dims, knobs and choices that all bodies share, in order.
 
     Raises
     ------
     GraphError
-        Where these options declare other dims, knobs or choices than the first ones: a template has one list of each.
+        If these options declare other dims, knobs or choices than the first ones: a template has one list of each.
     """
     from mosaic.registrar.validate import validate
 
@@ -153,10 +153,10 @@ def _compile_choices(register: Register, shell: Template, options: Sequence[str]
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Keep the cycle collector from walking what is being built again and again: a third of the time of compiling, a fifth
-    of that of planning.
+    """Keep the garbage collector from traversing the unfinished graph repeatedly: that is a third of the time of
+    compiling, a fifth of planning.
 
-    Of threads that come and go, the one that found it on turns it on again.
+    Of concurrent threads, the one that found it enabled enables it again.
     """
     if not gc.isenabled():
         yield
@@ -181,7 +181,7 @@ def _choices_of(graph: Any) -> tuple[ChoiceRecord, ...]:
 
 
 def _require_same(shell: Template, graph: Any, options: Sequence[str]) -> None:
-    """Compare what some options declare with what the first ones do."""
+    """Compare the declarations of some options with those of the first ones."""
     for what, expected, found in (
         ("dims", shell.dims, _dims_of(graph)),
         ("chunk knobs", shell.knobs, _knobs_of(graph)),
@@ -199,13 +199,13 @@ def _require_same(shell: Template, graph: Any, options: Sequence[str]) -> None:
 
 
 def _listed(records: Sequence[Any]) -> str:
-    """Names of records with what they say besides it, such as "body (tokens, 16)"."""
+    """Names of records with their other fields, such as "body (tokens, 16)"."""
     said = ((record[0], [str(value) for value in record[1:] if value not in (None, False)]) for record in records)
     return ", ".join(f"{name} ({', '.join(more)})" if more else name for name, more in said) or "none"
 
 
 def compile_body(graph: Any) -> Body:
-    """Turn one registered graph into coefficient tables and records: a brief one into those of all its layers."""
+    """Compile one registered graph into coefficient tables and records; a brief graph is expanded to all its layers."""
     polynomials = Polynomials([*graph.dims, *(f"{knob}_rows" for knob in graph.tiles)])
     region_index = {region.name: i for i, region in enumerate(graph.regions)}
     at = region_index.get
@@ -221,7 +221,7 @@ def compile_body(graph: Any) -> Body:
     def op_record(op: Any) -> OpRecord:
         for b in (
             op.operands.values()
-        ):  # so that rows are numbered as ops come, and bodies with the same layers number them alike
+        ):  # numbers rows in order of ops, so that bodies with the same layers number them alike
             polynomials.rows_of(b.spec)
         ways = op.operator.on(graph.backend)
         rate = ways[0].rate or op.operator.rate if len(ways) == 1 else op.operator.rate
@@ -261,7 +261,7 @@ def compile_body(graph: Any) -> Body:
 
 
 def _shared(graph: Any, names: Set[str], record: Callable[[Any], BufferRecord]) -> Iterator[BufferRecord]:
-    """Yield what the other graphs of a brief one's program share with it beside the buffers of these names."""
+    """Yield the shared buffers of a brief graph's program, except those of these names."""
     for other in graph.others:
         found = [record(b) for b in other.buffers if b.is_shared]
         for run in other.runs:
@@ -274,5 +274,5 @@ def _shared(graph: Any, names: Set[str], record: Callable[[Any], BufferRecord]) 
 
 
 def _plain(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes that reach the kernel: numbers, strings and booleans; symbolic ones only inform the cost."""
+    """Attributes that the kernel gets: numbers, strings and booleans; symbolic ones only inform the cost."""
     return {key: value for key, value in attrs.items() if isinstance(value, bool | int | float | str)}

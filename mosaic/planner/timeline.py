@@ -1,9 +1,9 @@
-"""Streams beside each other: a body as a short program over one clock per stream.
+"""Parallel streams: a body as a short program over one clock per stream.
 
-A side op starts when the op it is forked from has ended and its stream is free; a wait holds the main stream until the
-op it names has ended. A loop with side ops starts and ends with its streams together; inside, iteration i waits for the
-end of iteration i - slots alone. What repeats, layers and iterations, is run until it moves all clocks alike. Pure
-arithmetic on seconds that `cost` gives.
+A side op starts when its fork's op has ended and its stream is free; a wait holds the main stream until the named op
+has ended. A loop with side ops starts and ends all its streams together; inside, iteration i waits only for the end of
+iteration i - slots. Repeated layers and iterations are simulated until all clocks advance equally. Pure arithmetic on
+the seconds from `cost`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,18 @@ from typing import Final, NamedTuple, TypeAlias
 
 from mosaic.planner.body import Body
 
-__all__ = ["Row", "Timeline", "overlapping_loops"]
-
 _MAIN: Final = 0
 _LONGEST_PERIOD: Final = 64
-"""Steps of a repeated layer at most; a longer one is run as often as it repeats."""
+"""The most steps of a layer that is recognised as repeated; longer ones are simulated in full."""
 _KEPT: Final = 4096
-"""Results of loops that are kept."""
+"""Results of loops that are cached."""
 
 
 class Row(NamedTuple):
     """A sum of launches: (cost class, how many ops of it).
 
-    Inside a loop with side ops over one of its iterations, all others around and inside it taken together; outside over
-    all iterations.
+    Inside a loop with side ops: over one of its iterations, with all other enclosing and enclosed loops included.
+    Outside: over all iterations.
     """
 
     in_loop: bool
@@ -44,13 +42,13 @@ class _Run(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """Note where a stream is."""
+    """Record a stream's clock."""
 
     stream: int
 
 
 class _Join(NamedTuple):
-    """A stream waits for another: until where that one is (`back` 0), or until its `back`-th mark from the end."""
+    """A stream waits for another: for its clock now (`back` 0), or for its `back`-th mark from the end."""
 
     stream: int
     other: int
@@ -68,7 +66,7 @@ _Step: TypeAlias = _Run | _Mark | _Join | _Pass
 
 
 class _Block(NamedTuple):
-    """Steps that are repeated, the streams in them, and the streams that are marked in them."""
+    """Repeated steps, their streams, and the streams marked in them."""
 
     steps: tuple[_Step, ...]
     streams: tuple[int, ...]
@@ -76,7 +74,7 @@ class _Block(NamedTuple):
 
 
 class _Loop(NamedTuple):
-    """A kind of loop with side ops: one iteration of it, as many as there are slots, and the rows in them."""
+    """A kind of loop with side ops: its iteration, the number of slots, and the rows in it."""
 
     number: int
     knob: str
@@ -87,7 +85,7 @@ class _Loop(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Ops [start, end) that the clocks see as one, and the streams they are on, main first."""
+    """Ops [start, end) that the clocks treat as one, and their streams, main first."""
 
     start: int
     end: int
@@ -126,7 +124,7 @@ class Timeline:
     Attributes
     ----------
     rows
-        The sums whose seconds `seconds` takes, in this order.
+        The sums; `seconds` takes their seconds in this order.
     knobs
         Those of the loops with side ops.
     """
@@ -162,7 +160,7 @@ class Timeline:
                 start = end
 
     def _waits(self) -> tuple[list[_Wait], Mapping[int, list[_Wait]]]:
-        """The orderings between streams: outside loops with side ops, and by its start inside each."""
+        """The orderings between streams: outside loops with side ops, and by the loop's start inside each."""
         found: list[_Wait] = []
         inside = defaultdict[int, list[_Wait]](list)
         for _, source, target in self._body.edges:
@@ -183,8 +181,8 @@ class Timeline:
         return found, inside
 
     def _steps(self, pieces: Sequence[_Piece], waits: Sequence[_Wait], *, in_loop: bool = False) -> list[_Step]:
-        """The program of some pieces. Equal layers have equal steps: runs are rows of classes, and marks are counted
-        from the end."""
+        """The program of some pieces. Equal layers have equal steps, because sums refer to classes, and marks are
+        counted from the end."""
         marks = self._marks(pieces, waits)
         due = defaultdict[int, list[_Wait]](list)
         for wait in waits:
@@ -214,7 +212,7 @@ class Timeline:
         return steps
 
     def _marks(self, pieces: Sequence[_Piece], waits: Sequence[_Wait]) -> list[list[int]]:
-        """Per stream the last ops of pieces that are waited for when their stream has gone on already, ascending."""
+        """By stream, the last ops of pieces that are waited for after their stream has gone on, ascending."""
         ends: list[list[int]] = [[] for _ in range(self._num_streams)]
         for piece in pieces:
             for stream in piece.streams:
@@ -230,7 +228,7 @@ class Timeline:
         return self._row_of[key]
 
     def _loop(self, start: int, end: int, streams: tuple[int, ...]) -> int:
-        """The number of a loop's kind: most layers have the same ones."""
+        """The number of a loop's kind; loops of different layers mostly share it."""
         region = self._loop_of[start]
         assert region is not None
         knob, slots, waits = self._body.regions[region].knob, self._slots(start, end), self._inside[start]
@@ -239,7 +237,7 @@ class Timeline:
         key = knob, tuple(self._class_of[start:end]), tuple(lanes), tuple(orders), slots
         if key not in self._loop_number:
             number = self._loop_number[key] = len(self._loops)
-            finish = self._num_streams  # a clock of its own: where the whole iteration has ended
+            finish = self._num_streams  # a clock of its own: the end of the whole iteration
             steps: list[_Step] = [_Join(stream, finish, slots) for stream in streams]
             steps += self._steps(
                 [_Piece(op, op + 1, (self._stream_of[op],)) for op in range(start, end)], waits, in_loop=True
@@ -250,7 +248,7 @@ class Timeline:
         return self._loop_number[key]
 
     def _slots(self, start: int, end: int) -> int:
-        """How many iterations of a loop may be under way: as many as the buffers in it that side ops touch have slots."""
+        """How many iterations of a loop may overlap: the slots of the buffers in it that side ops touch."""
         region = self._loop_of[start]
         buffers = self._body.buffers
         return min(
@@ -284,7 +282,7 @@ class Timeline:
         return max(clocks.now)
 
     def _loop_seconds(self, loop: _Loop, amounts: Sequence[Sequence[float]], iterations: int) -> float:
-        """A loop from the start of its streams to their end; kept, as most of what a search tries leaves it alone.
+        """Simulate a loop; results are cached, because most changes of a search leave a loop as it is.
 
         Its clocks may repeat only after as many iterations as there are slots.
         """
@@ -306,13 +304,13 @@ class Timeline:
 
 
 class _Clocks(NamedTuple):
-    """Where every stream is, and its last marks."""
+    """Every stream's clock, and its last marks."""
 
     now: list[float]
     marks: list[list[float]]
 
     def repeat(self, block: _Block, times: int, amounts: Sequence[float], taken: Sequence[float] = ()) -> None:
-        """Run a block `times` times, or until all its clocks move alike, and the rest at once."""
+        """Run a block `times` times, or until all its clocks advance equally, and the rest at once."""
         lags = self._lags(block)
         for left in range(times - 1, -1, -1):
             began = self.now[_MAIN]
@@ -327,7 +325,7 @@ class _Clocks(NamedTuple):
                 return
 
     def _lags(self, block: _Block) -> list[float]:
-        """A block's streams and marks, as seen from the main stream."""
+        """A block's clocks and marks, relative to the main stream."""
         main = self.now[_MAIN]
         return [self.now[s] - main for s in block.streams] + [m - main for s in block.marked for m in self.marks[s]]
 
@@ -361,7 +359,7 @@ def _block(steps: Sequence[_Step]) -> _Block:
 
 
 def _depths(steps: Sequence[_Step], num_streams: int) -> list[int]:
-    """How many marks of every stream are looked back to."""
+    """For every stream, the number of marks that waits look back."""
     depths = [0] * num_streams
     for step in steps:
         if isinstance(step, _Join):

@@ -1,4 +1,4 @@
-"""Steps of programs at the sizes of their dims; those of two graphs, of which the first computes how large the second has to be."""
+"""Steps of programs at given sizes of their dims; in bucketed steps the first graph computes the second's size."""
 
 from __future__ import annotations
 
@@ -9,26 +9,24 @@ from typing import ClassVar, TypeAlias
 
 from mosaic.errors import BucketOverflow, GraphError
 
-__all__ = ["BucketedStep", "Buckets", "ProgramStep"]
-
 Buckets: TypeAlias = Sequence[int] | Callable[[Mapping[str, int]], Sequence[int]]
-"""Sizes, ascending; or what gives them for the dims of a step."""
+"""Sizes, ascending; or a function that computes them from the dims of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketedStep:
-    """Two phases, one after the other: the first computes how large the second has to be.
+    """Two phases, one after the other: the first computes the size of the second.
 
     Parameters
     ----------
     prefix, suffix
         The phases. Carries that the prefix writes are the suffix's to read.
     count
-        The output of the prefix that says how much of `dim` there is: one integer.
+        The output of the prefix with the size of `dim`: one integer.
     dim
-        The dim of the suffix that takes the smallest bucket of at least `count`.
+        The dim of the suffix; it is set to the smallest bucket of at least `count`.
     buckets
-        The sizes that the suffix is planned for, ascending; or what gives them for the dims of a step.
+        The sizes that the suffix is planned for, ascending; or a function that computes them from the dims of a step.
     """
 
     prefix: str
@@ -38,7 +36,7 @@ class BucketedStep:
     buckets: Buckets
 
     def sizes(self, dims: Mapping[str, int], most: int | None = None) -> tuple[int, ...]:
-        """Return the sizes that the suffix is planned for in a step, ascending; none is more than `most`.
+        """Return the sizes that the suffix is planned for in a step, ascending and at most `most`.
 
         Raises
         ------
@@ -70,20 +68,20 @@ class BucketedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramStep:
-    """A step of a program and the values of its dims: what `StepSize` is for the steps of models.
+    """A step of a program and the values of its dims: the counterpart of `StepSize` for programs.
 
     Parameters
     ----------
     name
-        The graph that runs: a phase or joined step; of a bucketed step, its own name.
+        The graph that runs: a phase or joined step; for a bucketed step, its own name.
     sizes
-        Values of the graph's dims; of a bucketed step, of those of its prefix.
+        Values of the graph's dims; for a bucketed step, those of its prefix.
     bucketed, suffix_sizes, buckets
-        Of a bucketed step: what it is, the values of its suffix's dims but one, and the values that this one may take.
+        For a bucketed step: its record, the values of its suffix's other dims, and the possible values of `dim`.
     dims_at
-        Gives the values at another context length, in tokens.
+        Computes the values at another context length, in tokens.
     takes_all
-        Whether a configuration is all for this graph; if not, it takes what it has.
+        Whether this graph must have every setting of a configuration; otherwise it takes the settings that it has.
     """
 
     name: str
@@ -95,9 +93,9 @@ class ProgramStep:
     takes_all: bool = False
 
     follows: ClassVar[bool] = True
-    """Whether it may read what another graph has left."""
+    """Whether it may read carries of another graph."""
     keeps_weights: ClassVar[bool] = True
-    """Whether weights stay where they are for the step."""
+    """Whether weights must stay where they are for the step."""
 
     @property
     def kind(self) -> str:
@@ -106,7 +104,7 @@ class ProgramStep:
 
     @property
     def key(self) -> Hashable:
-        """Equal for steps that one plan serves."""
+        """A key that is equal for steps that one plan serves."""
         return self.name, *sorted(self.sizes.items()), *sorted(self.suffix_sizes.items())
 
     def dims(self, architecture: object = None) -> Mapping[str, int]:
@@ -119,7 +117,7 @@ class ProgramStep:
         return replace(self, sizes=self.dims_at(context))
 
     def graph(self, kept: int = 0) -> ProgramStep:
-        """Return, of a bucketed step, the prefix, or the suffix in the bucket `kept`."""
+        """Return a bucketed step's prefix, or its suffix in the bucket `kept`."""
         how = self.bucketed
         assert how is not None
         if not kept:
@@ -128,11 +126,11 @@ class ProgramStep:
 
     @property
     def graphs(self) -> tuple[ProgramStep, ...]:
-        """The graphs that the step may run: itself; of a bucketed step the prefix, and the suffix in each bucket."""
+        """The graphs that the step may run: itself; for a bucketed step the prefix, and the suffix in each bucket."""
         return (self.graph(), *map(self.graph, self.buckets)) if self.buckets else (self,)
 
     def beside(self, states: object) -> ProgramStep:
-        """Return the step itself: its states have the rows that its dims say."""
+        """Return the step itself: its dims give the rows of its states."""
         return self
 
     def rounded(self) -> ProgramStep:

@@ -1,4 +1,4 @@
-"""What a graph declares before ops touch it: dims, knobs, choices, names and buffers."""
+"""Declarations of a graph: dims, knobs, choices, names and buffers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from mosaic.registrar.operator import Dim, Spec, require
 from mosaic.registrar.parts import Buffer, Choice, DimInfo, Kind, Region
 from mosaic.registrar.polynomial import Polynomial, symbol
 from mosaic.registrar.source import caller
-
-__all__ = ["Declarations"]
 
 SHARED: Final = frozenset({"weight", "state", "carry"})
 
@@ -43,14 +41,14 @@ class Declarations:
         Raises
         ------
         GraphError
-            A bound by an undeclared dim, or a bound or value other than the one declared before.
+            If the bound is an undeclared dim, or bound or value differ from an earlier declaration.
         """
         if at_most is not None and at_most not in self.dims:
             raise GraphError(f"dim '{name}' ({caller()}): bounded by '{at_most}', which is not declared yet")
         known = self.dims.get(name)
         if name.removesuffix("_rows") in self.tiles and name.endswith("_rows"):
             raise GraphError(
-                f"dim '{name}' ({caller()}): the rows of the chunk knob '{name.removesuffix('_rows')}' are called so"
+                f"dim '{name}' ({caller()}): the rows of the chunk knob '{name.removesuffix('_rows')}' have this name"
             )
         if known is None:
             found = symbol(name)
@@ -64,10 +62,9 @@ class Declarations:
         return found
 
     def choice(self, name: str, options: Sequence[str], *, escalating: bool = False, alike: bool = True) -> str:
-        """Declare a knob that selects what is registered, and return the value of this registration.
+        """Declare a choice, which selects the registered ops, and return its option in this registration.
 
-        `alike` says whether all options round alike: plans that are asked to be batch-invariant take the first option of
-        one that is not.
+        `alike` says whether all options round alike. If not, batch-invariant plans take the first.
         """
         value = self._given.get(name, options[0])
         if self.lenient and value not in options:
@@ -77,7 +74,7 @@ class Declarations:
         return value
 
     def knob(self, name: str, *, over: Polynomial, tile: int = 128) -> None:
-        """Declare a chunk knob ahead of its regions, for knobs that only some choices use.
+        """Declare a chunk knob before its regions, for knobs that only some choices use.
 
         Raises
         ------
@@ -89,7 +86,7 @@ class Declarations:
         self.knob_dims[name] = over
 
     def _check_knob(self, knob: str, over: Polynomial, tile: int, source: str) -> None:
-        """One knob is one number of rows: one dim, one tile, and never nested in itself."""
+        """Check that a knob has one dim and one tile, and is never nested in itself."""
         if not isinstance(over, Polynomial) or over.name not in self.dims:
             raise GraphError(f"chunk '{knob}' ({source}): over= must be a dim of this graph, got {over}")
         known = self.knob_dims.get(knob, over)
@@ -115,7 +112,7 @@ class Declarations:
 
     @property
     def scopes(self) -> tuple[str, ...]:
-        """Names of the scopes that are open, the outermost first."""
+        """Names of the open scopes, the outermost first."""
         return tuple(self._scope)
 
     @contextmanager
@@ -151,8 +148,8 @@ class Declarations:
         shape
             Ints and dims.
         tensor
-            A weight's name in the checkpoint; `a.{0:64}.b` stacks 64 tensors along a new first axis. A host buffer with one is a
-            weight in host memory: the same name gives the same buffer.
+            A weight's name in the checkpoint; `a.{0:64}.b` stacks 64 tensors along a new first axis. A host buffer with
+            a name is a weight in host memory: the same name gives the same buffer.
         rotate
             Slots of a double buffer in a body that is laid out once; iteration i uses slot i mod `rotate`.
         """
@@ -214,7 +211,7 @@ class Declarations:
         return self._same(found, Spec(tuple(shape), dtype), kind, tensor)
 
     def _same(self, found: Buffer, spec: Spec, kind: Kind, tensor: str | None) -> Buffer:
-        """Give a buffer that is declared again, as it was."""
+        """Return a buffer that is declared again; it must have the same kind, spec and tensor."""
         if found.kind != kind or found.spec != spec:
             raise GraphError(
                 f"{found.name} ({caller()}): asked for a {kind} {spec}, "

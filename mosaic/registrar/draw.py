@@ -11,8 +11,6 @@ from mosaic.registrar.graph import MAIN, Graph, Op, Region
 if TYPE_CHECKING:
     import networkx as nx
 
-__all__ = ["to_dot", "to_mermaid", "to_networkx"]
-
 
 def to_networkx(graph: Graph) -> nx.MultiDiGraph:
     """Return a graph of the ops, with an edge from the last writer of a buffer to each reader.

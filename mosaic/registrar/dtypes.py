@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["ITEMSIZE"]
-
 ITEMSIZE: Final[Mapping[str, int]] = {
     "float64": 8,
     "int64": 8,

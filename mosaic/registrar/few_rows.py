@@ -1,9 +1,9 @@
-"""Products of few rows, as the plan must know them: how weights are cut into tiles of columns, and these into splits over inputs.
+"""Products of few rows, as plans count them: weights are cut into tiles of columns, tiles into splits over the inputs.
 
-Of few rows every product reads its whole weight and computes next to nothing: it takes as long as the reading. So tiles are
-of weights, each multiplied by all rows at once. Where there are fewer tiles than programs that a GPU runs, each is split over its
-inputs: splits leave partial sums in scratch and count themselves in `arrivals`; the last to arrive adds them up, in order. How
-tiles are split depends on the weights alone, so what a row comes to depends on no other row.
+With few rows a product takes as long as reading its weight. So tiles are of weights, each multiplied by all rows at
+once. If there are fewer tiles than a GPU runs programs, each tile is split over its inputs: splits write partial sums
+to scratch and count themselves in `arrivals`; the last to arrive adds the sums in order. The splits depend on the
+weights alone, so no row's result depends on other rows.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from typing import Final
 
 from mosaic.registrar.operator import Dim, require
 
-__all__ = ["COLUMNS", "FEW_ROWS", "partial_floats", "require_arrivals", "split_count", "tile_count"]
-
 FEW_ROWS: Final = 64
-"""Most rows that are taken at a time: more are as many launches."""
+"""Most rows per launch: more rows are several launches."""
 COLUMNS: Final = 64
 """Columns of the product, rows of the weight, in a tile."""
 MOST_SPLITS: Final = 4
 SPLIT_INNER: Final = 512
-"""Least inputs that are worth a split of their own."""
+"""Fewest inputs of a split."""
 
 
 def tile_count(*columns: Dim) -> int:
@@ -33,7 +31,7 @@ def tile_count(*columns: Dim) -> int:
 
 
 def split_count(tiles: int, inner: Dim, programs: int) -> int:
-    """Count the splits of each tile over `inner` inputs, where `programs` of all tiles together are enough for a GPU.
+    """Count the splits of each tile over `inner` inputs, if about `programs` programs fill a GPU.
 
     >>> split_count(96, 4096, 384), split_count(64, 12288, 160), split_count(296, 3584, 160), split_count(1, 1100, 160)
     (4, 2, 1, 2)
@@ -42,7 +40,7 @@ def split_count(tiles: int, inner: Dim, programs: int) -> int:
 
 
 def partial_floats(tiles: int, splits: int) -> int:
-    """Count the float32 that splits leave: a sum for every row and column, and one of squares for every row.
+    """Count the float32 values that splits write: a sum for every row and column, and a sum of squares for every row.
 
     >>> partial_floats(96, 2) == 96 * 2 * 64 * (64 + 1), partial_floats(300, 1)
     (True, 0)
@@ -51,5 +49,5 @@ def partial_floats(tiles: int, splits: int) -> int:
 
 
 def require_arrivals(arrivals: Dim, tiles: int) -> None:
-    """Refuse counts that are too few."""
+    """Refuse too few counters."""
     require(bool(arrivals >= tiles), f"arrivals must be int32[{tiles}] at least, not int32[{arrivals}]")

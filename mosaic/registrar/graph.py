@@ -34,13 +34,13 @@ class Graph(Declarations):
     name
         The phase, such as `full_step`.
     backend
-        Whose implementations declare scratch bytes: `cuda` or `cpu`.
+        The backend whose implementations declare scratch bytes: `cuda` or `cpu`.
     choices
-        Values of the choices to register with; the first option where absent.
+        Options by choice; the first option by default.
     lenient
-        Take the first option too where a value is none of the graph's: choices are those of another graph of a program.
+        Also take the first option if a value is unknown here: choices may be those of another graph of a program.
     brief
-        Leave layers out that repeat others: see `layers`.
+        Leave out layers that repeat others: see `layers`.
 
     Examples
     --------
@@ -62,7 +62,7 @@ class Graph(Declarations):
         self.backend, self.brief = backend, brief
         self.runs: list[Run] = []
         self.others: Sequence[Graph] = ()
-        """Of a brief graph, the other graphs of its program, whose weights and states it has too."""
+        """For a brief graph, the other graphs of its program, whose weights and states it shares."""
         self.ops: list[Op] = []
         self.operators: dict[str, Operator] = {}
         self.handed: frozenset[str] = frozenset()
@@ -85,23 +85,23 @@ class Graph(Declarations):
         name: str | None = None,
         **attrs: Any,
     ) -> Any:
-        """Append one launch and return what it writes: a buffer, a tuple of them, or the operand it updates.
+        """Append one launch and return its result: a buffer, a tuple of them, or the operand that it updates.
 
         Parameters
         ----------
         operator
-            The name of one that Mosaic ships, or an `Operator` of your own.
+            The name of a shipped operator, or an `Operator` of your own.
         reads
             Operands in the operator's order; `None` or nothing for an optional one.
         out
-            Buffers to write into instead of new ones: outputs, or ones defined outside a region and filled slice by slice.
+            Buffers to write into instead of new ones: outputs, or outer buffers that a region fills slice by slice.
         attrs
             The operator's attributes. Symbolic ones inform the cost model; plain ones also reach the kernel.
 
         Raises
         ------
         GraphError
-            Where shapes do not agree, naming the op, the shapes and the source line.
+            If shapes do not agree; the message names the op, the shapes and the source line.
         """
         source = caller()
         rule = self._record(operator, source)
@@ -152,7 +152,7 @@ class Graph(Declarations):
         return found[0] if len(found) == 1 else found
 
     def _record(self, operator: str | Operator, source: str) -> Operator:
-        """The record of an operator, which plans bring along: one for each name."""
+        """The record of an operator, kept for plans: one per name."""
         if isinstance(operator, str):
             operator = self.operators.get(operator) or shipped(operator)
         if self.operators.setdefault(operator.name, operator) is not operator:
@@ -176,11 +176,11 @@ class Graph(Declarations):
         return isinstance(buffer, Buffer) and buffer.id < len(self.buffers) and self.buffers[buffer.id] is buffer
 
     def _seen(self, operands: Mapping[str, Buffer]) -> Seen:
-        """What of the operands one iteration's sizes follow from."""
+        """The parts of the operands that determine one iteration's sizes."""
         return tuple((key, buffer.spec, self._inside(buffer)) for key, buffer in operands.items())
 
     def _inside(self, buffer: Buffer) -> int:
-        """How many of the open regions a buffer's home lies in."""
+        """The number of open regions around a buffer's home."""
         home = buffer.home
         if home is None or not self._open:
             return 0
@@ -238,7 +238,7 @@ class Graph(Declarations):
         Raises
         ------
         GraphError
-            A dim of another graph, a knob used over two dims or with two tiles or inside itself, a region without ops.
+            If the dim is of another graph, a knob has two dims or tiles or is nested in itself, or a region has no ops.
         """
         region = Region(
             name=self._full(name or knob), knob=knob, over=over, parent=self._region, start=len(self.ops),
@@ -262,16 +262,15 @@ class Graph(Declarations):
             raise GraphError(f"region {region.name} ({caller()}) has no ops")
 
     def _enter(self, region: Region | None) -> None:
-        """Let ops be registered in a region from now on."""
+        """Register ops in a region from now on."""
         self._region = region
         self._open = region.chain if region is not None else ()
         self._loops = tuple((r.over, r.rows) for r in self._open)
 
     def layers(self, numbers: Iterable[int], kind: Callable[[int], Hashable]) -> Iterator[int]:
-        """Yield the numbers of the layers to register: of a brief graph, of neighbours of one kind the first three.
+        """Yield the numbers of the layers to register: in a brief graph, of neighbours of one kind the first three.
 
-        Layers of one kind differ in numbers alone: each is like the one before it, with the numbers that differ between them
-        counted on.
+        Layers of one kind differ only in numbers, and each differs from the one before it by the same amounts.
         """
         for _, run in groupby(numbers, kind):
             layers, ends = list(run), []
@@ -309,7 +308,7 @@ class Graph(Declarations):
         self.aliases[a.id] = (root, at + offset)
 
     def add_barrier(self, *buffers: Buffer, since: int | None = None, name: str = "barrier") -> None:
-        """Keep buffers alive until here, and from `since` (an earlier `mark()`) on where given."""
+        """Keep buffers alive until here, from `since` (an earlier `mark()`) on if given."""
         source = caller()
         if not self.ops:
             raise GraphError(f"barrier ({source}): nothing has been registered yet")
@@ -330,7 +329,7 @@ class Graph(Declarations):
         return self._streams.fork(name)
 
     def wait(self, name: str, updates: Buffer | None = None) -> None:
-        """Let the next main op wait for everything registered on a side stream so far; or the next that writes `updates`."""
+        """Make the next main op, or the next that writes `updates`, wait for a side stream's ops so far."""
         self._streams.wait(name, None if updates is None else updates.id)
 
     @property
@@ -351,8 +350,8 @@ class Graph(Declarations):
         )
 
     def _repr_png_(self) -> bytes | None:
-        """The picture of the graph, where matplotlib is installed (notebooks)."""
-        from mosaic.viz.graph_picture import graph_png  # upwards, but only when a notebook asks for a picture
+        """The picture of the graph for notebooks, if matplotlib is installed."""
+        from mosaic.viz.graph_picture import graph_png  # imported late: viz is a layer above the registrar
 
         try:
             return graph_png(self)

@@ -1,6 +1,6 @@
-"""The notation in which an operator's record lists its operands, and what follows from it: sizes, shapes, dtypes, errors.
+"""The notation of operands in an operator's record, and its evaluation: sizes, shapes, dtypes, errors.
 
-`x:a[T, F] weight:w[N, F] bias?:w[N] -> y:a[T, N]`: what is read, in call order, an arrow, what is written. Of each operand a
+`x:a[T, F] weight:w[N, F] bias?:w[N] -> y:a[T, N]`: the reads in call order, an arrow, the writes. Each operand has a
 name, a dtype and axes.
 
 - Axes are products of numbers, attributes and letters, plus a number at the end, such as `B+1` or `2*K*head_size`. A letter
@@ -52,10 +52,10 @@ class Spec:
 
 
 Specs: TypeAlias = Mapping[str, Spec]
-"""Operands by name: the ones that are read, and the ones that are written."""
+"""Operands by name: the reads, and the writes."""
 Attrs: TypeAlias = Mapping[str, Any]
 Sizes: TypeAlias = dict[str, Any]
-"""What letters and attributes stand for; of `*T` a tuple."""
+"""The values of letters and attributes; for `*T` a tuple."""
 
 DTYPES: Final[Mapping[str, tuple[str, ...]]] = {
     **{name: (name,) for name in ITEMSIZE},
@@ -74,7 +74,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """One operand, as a record lists it."""
+    """One operand of a record."""
 
     name: str
     dtype: str
@@ -102,7 +102,7 @@ def exact(size: Dim) -> Polynomial:
 
 
 def divides(size: Dim, width: Dim) -> bool:
-    """Tell whether `width` is a multiple of `size` whatever the dims are.
+    """Tell whether `width` is a multiple of `size` for all dims.
 
     >>> from mosaic.registrar.polynomial import symbol
     >>> divides(128, 4096), divides(128, 128 * symbol("r")), divides(3, 4)
@@ -113,7 +113,7 @@ def divides(size: Dim, width: Dim) -> bool:
 
 @lru_cache(maxsize=256)
 def parse(text: str) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
-    """Read a list of operands: the ones that are read, and the ones that are written.
+    """Parse a list of operands into reads and writes.
 
     Raises
     ------
@@ -152,24 +152,24 @@ def _axis(text: str) -> Axis:
 
 
 def bind(operands: Sequence[Operand], specs: Specs, attrs: Attrs) -> Sizes:
-    """Find what each letter stands for, and compare all operands that are given with what the record says of them.
+    """Find the value of each letter, and compare all given operands with the record.
 
     Parameters
     ----------
     operands
-        The ones that are looked at; each that may not be left out is in `specs`.
+        The operands to compare; each that is not optional is in `specs`.
     attrs
-        What attributes stand for. One that is missing is found like a letter.
+        The values of attributes. A missing one is found like a letter.
 
     Returns
     -------
     dict
-        Attributes, and what letters stand for: sizes, dtypes, of `*T` a tuple.
+        Attributes, and the values of letters: sizes, dtypes, for `*T` a tuple.
 
     Raises
     ------
     GraphError
-        Naming the operand, what it is and what it should be.
+        Naming the operand, and the actual and expected spec.
     """
     sizes: Sizes = dict(attrs)
     pending: list[tuple[Operand, Axis, Dim]] = []
@@ -211,7 +211,7 @@ def _paired(operand: Operand, spec: Spec, sizes: Sizes) -> Iterable[tuple[Axis, 
 
 
 def _settled(operand: Operand, axis: Axis, size: Dim, specs: Specs, sizes: Sizes) -> bool:
-    """Compare one size, or find the one letter in it that is not known; False if there are several."""
+    """Compare one size, or find its one unknown letter; False if there are several."""
     known: Dim = 1
     unknown: str | None = None
     for factor in axis.factors:
@@ -235,7 +235,7 @@ def _settled(operand: Operand, axis: Axis, size: Dim, specs: Specs, sizes: Sizes
 
 
 def _quotient(size: Dim, by: Dim) -> Dim | None:
-    """How often `by` goes into `size`, if that is a whole number whatever the dims are."""
+    """The quotient of `size` by `by`, if it is a whole number for all dims."""
     if isinstance(size, int) and isinstance(by, int):
         return size // by if by and size % by == 0 else None
     quotient = exact(size) / by
@@ -259,7 +259,7 @@ def _shown(axis: Axis, sizes: Sizes) -> str:
 
 
 def shapes(operands: Sequence[Operand], sizes: Sizes) -> tuple[Spec, ...]:
-    """Say what operands are once all letters are known."""
+    """Compute operands' specs once all letters are known."""
     return tuple(
         Spec(
             tuple(dim for axis in operand.axes for dim in _dims(axis, sizes)),
@@ -277,14 +277,14 @@ def _dims(axis: Axis, sizes: Sizes) -> tuple[Dim, ...]:
 
 
 def count(text: str, sizes: Sizes, specs: Specs) -> Dim:
-    """Evaluate a sum of products of numbers, letters, attributes and operands, the latter by their elements.
+    """Evaluate a sum of products of numbers, letters, attributes and operands (their elements).
 
     `/` divides without rounding.
 
     Raises
     ------
     GraphError
-        If it names what is not known.
+        If it contains an unknown name.
 
     Examples
     --------

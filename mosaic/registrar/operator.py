@@ -1,7 +1,6 @@
-"""An operator, declared once: what it means, what carries it out on each backend, and what pictures call its operands.
+"""An operator's record: its meaning, its implementations on each backend, and the roles of its operands in pictures.
 
-The one record holds operands, shape rule, FLOPs and bytes moved, and an `Implementation` per kernel that can launch it.
-Nothing here imports torch.
+It has operands, shape rule, FLOPs and bytes moved, and an `Implementation` per kernel. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ __all__ = [
 Backend: TypeAlias = Literal["cuda", "cpu"]
 Rate: TypeAlias = Literal["memory", "gemm", "few_rows", "attention", "unembed", "sampled_unembed", "link"]
 Role: TypeAlias = Literal["hidden", "attention", "ffn", "logits and head", "statistics"]
-"""What an operand is for, as pictures show it."""
+"""The role of an operand in pictures."""
 
 BACKENDS: Final[tuple[Backend, ...]] = get_args(Backend)
 
@@ -68,7 +67,7 @@ def _known(what: str, names: Iterable[str], known: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What an operator says of one launch."""
+    """The outputs, FLOPs and bytes of one launch."""
 
     outputs: tuple[Spec, ...]
     flops: Dim
@@ -79,40 +78,42 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Implementation:
-    """One way to carry an operator out.
+    """One implementation of an operator.
 
     Parameters
     ----------
     backend
-        Whose memory it works on: `cuda` or `cpu`.
+        The memory that it works on: `cuda` or `cpu`.
     kernel
-        The dotted name of the module that holds its `launch` (and `bind`, where it has one), imported when a plan is
-        bound; that of a launcher, its module before a colon; or an object with a `launch`; or the launcher itself. A
-        launcher takes operands, attributes and `scratch` by name, writes into the tensors that it is given, and allocates
-        nothing.
+        The dotted name of the module with its `launch` (and `bind`, if it has one), imported when a plan is bound;
+        `module:launcher`; an object with a `launch`; or the launcher itself. A launcher takes operands, attributes and
+        `scratch` by name, writes into the given tensors, and allocates nothing.
     name
-        What plans call it where the backend has several; the backend's name if not given. A device's profile has the
-        rates of attention by this name.
+        Its name in plans if the backend has several; the backend's name by default. A device's profile has the rates of
+        attention by this name.
     scratch
-        Bytes that one launch needs besides its operands, from the specs of the operands and the attributes; a polynomial in
-        the dims. None: no scratch.
+        Bytes that one launch needs besides its operands, computed from the operands' specs and the attributes; a
+        polynomial in the dims. None: no scratch.
     inplace
-        Pairs (write, read) that this kernel lets share storage; None: those of the operator.
+        Pairs (write, read) that may share storage with this kernel; None: those of the operator.
     serves
-        Whether it can carry out a launch, from specs with the step's sizes (an axis that a loop slices has its whole
-        length) and the attributes; None: it serves every launch. Each operator has, on each backend that it runs on, one
-        implementation that serves every launch.
+        Whether it supports a launch, from specs with the step's sizes (a sliced axis has its whole length) and the
+        attributes; None: it supports every launch. Each operator has, on each backend that it runs on, one
+        implementation that supports every launch on any card.
     rate
-        Which of a device's rates bounds it; None: the operator's.
+        The device's rate that bounds it; None: the operator's.
     row_origin
-        The operand whose first row, counted on axis 0 of the whole buffer, the kernel is told as `row_start`.
+        The operand whose first row, on axis 0 of the whole buffer, the kernel gets as `row_start`.
     on_host
-        Operands in host memory that the kernel takes by the host's address; others it reads through the link.
+        Operands in host memory that the kernel takes by the host's address; it reads others through the link.
     invariant
-        Whether slices of a launch get the bits of the whole launch, however they are cut: so no row's result depends on
-        how many others there are.
+        Whether slices of a launch give the bits of the whole launch, however they are cut, so that no row's result
+        depends on the number of other rows.
     on_request
-        Whether only plans that are asked to be batch-invariant take it.
+        Whether only batch-invariant plans take it.
+    capability
+        The compute capability (90: sm_90) of the only cards that it runs on; None: it runs on any. If a profile has no rates
+        of attention by its name, those of another implementation stand in.
     """
 
     backend: Backend
@@ -126,6 +127,7 @@ class Implementation:
     on_host: frozenset[str] = frozenset()
     invariant: bool = False
     on_request: bool = False
+    capability: int | None = None
 
     def __post_init__(self) -> None:
         _known("backend", [self.backend], BACKENDS)
@@ -134,56 +136,60 @@ class Implementation:
         if not self.name:
             object.__setattr__(self, "name", self.backend)
 
+    def runs_on(self, capability: int) -> bool:
+        """Tell whether it runs on cards of a compute capability; 0 where it is not known."""
+        return self.capability in (None, capability)
+
     @property
     def operands(self) -> frozenset[str]:
-        """The operands that it says something of."""
+        """The operands that it names."""
         pairs = chain.from_iterable(self.inplace or ())
         return self.on_host.union(pairs, () if self.row_origin is None else (self.row_origin,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Operator:
-    """One operator: its meaning, which every backend shares, and what carries it out.
+    """One operator: its meaning, which every backend shares, and its implementations.
 
     Parameters
     ----------
     name
-        The one name of the operator: in graphs and plans, of its kernel, test and benchmark.
+        The operator's only name: in graphs and plans, of its kernel, test and benchmark.
     operands
-        What it reads, an arrow, what it writes, in the notation of `mosaic.registrar.operands`. Shapes and dtypes of what is
-        written follow, and so does the check of every launch.
+        Its reads, an arrow, its writes, in the notation of `mosaic.registrar.operands`. Shapes and dtypes of the writes
+        follow, and so does the check of every launch.
     attrs
-        Names of its attributes, with `=value` behind one that may be left out.
+        Names of its attributes, with `=value` after an optional one.
     inplace
-        Pairs (write, read) that may share storage: the write may overwrite the read while it is read. No other operand that
-        is written overlaps another.
+        Pairs (write, read) that may share storage: the write may overwrite the read while it is read. No other written
+        operand overlaps another.
     rules
-        What letters do not say, such as an attribute's range: raises `GraphError` through `require`. Takes what letters,
-        attributes and operands stand for by name, operands as specs.
+        Conditions that letters cannot express, such as an attribute's range: raises `GraphError` through `require`.
+        Takes the values of letters, attributes and operands by name, operands as specs.
     flops
         Floating-point operations of one launch: a sum of products of letters, attributes and operands (their elements).
     moved
-        By operand, the elements of it that one launch reads or writes, as such a sum. Of all others every element counts once,
-        and twice where it is updated.
+        By operand, the number of its elements that one launch reads or writes, as such a sum. For other operands every
+        element counts once, or twice if it is updated.
     rate
-        Which of a device's rates bounds it; where an operand lies in host memory it is `link`, whatever this says.
+        The device's rate that bounds it; `link` in any case if an operand lies in host memory.
     rate_rows
-        The row count that the rate depends on; by default the first axis of the first operand that has one.
+        The row count that the rate depends on; by default the first axis of the first operand with an axis.
     rate_columns
-        The output columns that the rate depends on, of a matrix product; 1 elsewhere.
+        For a matrix product, the output columns that the rate depends on; 1 for other operators.
     implementations
-        What carries it out. Without one for its device's backend it can be planned, not run.
+        The implementations. An operator without one for its device's backend can be planned, not run.
     reference
-        What it computes, in plain PyTorch: takes the operands it reads and the attributes by name, returns what it writes
-        or updates (one tensor, or one by name). None: the `reference` of its CPU kernel's module.
+        Its computation in plain PyTorch: takes its reads and the attributes by name, returns its writes and updates
+        (one tensor, or several by name). None: the `reference` of its CPU kernel's module.
     roles
-        What operands are for, by name, as pictures show it.
+        The role of operands in pictures, by name.
 
     Attributes
     ----------
     reads, writes, updates, whole
-        Names that follow from `operands`: what it reads in call order, with a trailing `?` where it may be left out; what it
-        creates, or fills when given through `out=`; what it also writes in place; what a chunk region never slices.
+        Names from `operands`: its reads in call order, with a trailing `?` if optional; its new outputs, which may be
+        given through `out=`; the reads that it also writes in place; the operands that a chunk region never slices.
     """
 
     name: str
@@ -232,19 +238,19 @@ class Operator:
             raise GraphError(f"operator '{self.name}' says something of {odd}, which it neither reads nor writes")
 
     def work(self, *operands: Spec | None, **given: Any) -> Work:
-        """Say what a launch writes and costs.
+        """Compute the outputs and costs of a launch.
 
         Parameters
         ----------
         operands
-            What it reads, in call order; None for what is left out.
+            Its reads, in call order; None for an optional one that is absent.
         given
-            Other operands that it reads, and attributes, by name.
+            Other reads, and attributes, by name.
 
         Raises
         ------
         GraphError
-            If operands are not what the record says, or an attribute is missing or unknown.
+            If operands contradict the record, or an attribute is missing or unknown.
 
         Examples
         --------
@@ -273,7 +279,7 @@ class Operator:
 
     @property
     def defaults(self) -> Attrs:
-        """Attributes that may be left out, with their values."""
+        """Optional attributes, with their default values."""
         return _given(self.attrs)
 
     def _check_attributes(self, attrs: Attrs) -> None:
@@ -284,12 +290,12 @@ class Operator:
             require(name in attrs or value is not None, f"attribute '{name}' is missing")
 
     def check(self, specs: Specs, attrs: Attrs) -> None:
-        """Compare the operands of a launch, written ones included, with what the record says.
+        """Compare the operands of a launch, writes included, with the record.
 
         Raises
         ------
         GraphError
-            Naming the operand, what it is and what it should be.
+            Naming the operand, and the actual and expected spec.
         """
         self._sizes(tuple(chain(*parse(self.operands))), specs, attrs)
 
@@ -308,10 +314,10 @@ class Operator:
         ways, names = self.on(backend), [way.name for way in self._all_on(backend)]
         if len(set(names)) < len(names):
             raise GraphError(f"operator '{self.name}' has two implementations of one name on {backend}: {names}")
-        if all(way.serves is not None for way in ways):
+        if all(way.serves is not None or way.capability is not None for way in ways):
             raise GraphError(
-                f"operator '{self.name}': of its implementations none on {backend} serves every launch; leave `serves` out of "
-                f"one of {', '.join(names)}"
+                f"operator '{self.name}': of its implementations none on {backend} serves every launch on any card; leave "
+                f"`serves` and `capability` out of one of {', '.join(names)}"
             )
 
     def on(self, backend: str, *, invariant: bool = False) -> tuple[Implementation, ...]:
@@ -320,7 +326,7 @@ class Operator:
         Parameters
         ----------
         invariant
-            For plans that are asked to be batch-invariant.
+            For batch-invariant plans.
 
         Raises
         ------
@@ -330,11 +336,11 @@ class Operator:
         return _on(self, backend, invariant)
 
     def _all_on(self, backend: str) -> tuple[Implementation, ...]:
-        """Those for either sort of plan."""
+        """The implementations for either sort of plan."""
         return _on(self, backend, None)
 
     def implementation(self, backend: str, name: str | None = None) -> Implementation:
-        """Return the implementation of a name, or the first that serves every launch.
+        """Return the implementation of a name, or the first that supports every launch.
 
         Raises
         ------
@@ -342,17 +348,19 @@ class Operator:
             If there is no such backend, or no such implementation on it.
         """
         for way in self._all_on(backend):
-            if way.name == name or (name is None and way.serves is None):
+            if way.name == name or (name is None and way.serves is None and way.capability is None):
                 return way
         known = [way.name for way in self._all_on(backend)]
         raise UnknownName(f"implementation of {self.name} on {backend}", name or backend, known)
 
-    def serving(self, backend: str, specs: Specs, attrs: Attrs) -> tuple[str, ...]:
-        """Name the implementations on a backend that serve a launch of these specs, sizes in integers."""
-        return tuple(way.name for way in self._all_on(backend) if way.serves is None or way.serves(specs, attrs))
+    def serving(self, backend: str, specs: Specs, attrs: Attrs, capability: int = 0) -> tuple[str, ...]:
+        """Name the implementations on a backend that support a launch of these specs, sizes in integers, on cards of a compute
+        capability."""
+        ways = [way for way in self._all_on(backend) if way.runs_on(capability)]
+        return tuple(way.name for way in ways if way.serves is None or way.serves(specs, attrs))
 
     def scratch_bytes(self, backend: str, specs: Specs, attrs: Attrs) -> Dim:
-        """Return the scratch that one launch needs on a backend, in bytes, whichever implementation it is; 0 if none."""
+        """Return the scratch bytes of one launch on a backend, the largest of all implementations; 0 if none."""
         needed: Dim = 0
         for way in self._all_on(backend):
             if way.scratch is not None:
@@ -360,11 +368,11 @@ class Operator:
         return needed
 
     def inplace_on(self, backend: str) -> tuple[tuple[str, str], ...]:
-        """Return pairs (write, read) that may share storage on a backend, whichever implementation it is."""
+        """Return pairs (write, read) that may share storage on a backend with some implementation."""
         return _inplace_on(self, backend)
 
 
-# every launch of every layer asks these
+# cached: every launch of every layer asks for these
 
 
 @lru_cache(maxsize=1024)
@@ -378,7 +386,7 @@ def _on(operator: Operator, backend: str, invariant: bool | None) -> tuple[Imple
 
 @lru_cache(maxsize=1024)
 def _attributes(text: str) -> Mapping[str, Any]:
-    """Attributes with the values that they have where they are left out; None: they may not be."""
+    """Attributes with their defaults; None: not optional."""
     found = {}
     for entry in text.split():
         name, _, value = entry.partition("=")
@@ -388,7 +396,7 @@ def _attributes(text: str) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=1024)
 def _given(text: str) -> Mapping[str, Any]:
-    """Attributes that may be left out, with their values."""
+    """Optional attributes, with their default values."""
     return {name: value for name, value in _attributes(text).items() if value is not None}
 
 
@@ -399,7 +407,7 @@ def _inplace_on(operator: Operator, backend: str) -> tuple[tuple[str, str], ...]
 
 
 def _larger(a: Dim, b: Dim) -> Dim:
-    """The larger of two sizes; of polynomials of which neither is the larger for all dims, their sum."""
+    """The larger of two sizes; for polynomials of which neither is always the larger, their sum."""
     if isinstance(a, int) and isinstance(b, int):
         return max(a, b)
     difference = exact(a - b)

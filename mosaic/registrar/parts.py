@@ -1,4 +1,4 @@
-"""What a graph is made of: dims, regions, buffers, ops, barriers, edges and choices, as plain records."""
+"""The records of a graph: dims, regions, buffers, ops, barriers, edges and choices."""
 
 from __future__ import annotations
 
@@ -9,28 +9,13 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from mosaic.registrar.operator import Dim, Operator, Rate, Spec
 from mosaic.registrar.polynomial import Polynomial
 
-__all__ = [
-    "ALIGNMENT",
-    "MAIN",
-    "Barrier",
-    "Buffer",
-    "Choice",
-    "DimInfo",
-    "Edge",
-    "Kind",
-    "Op",
-    "Region",
-    "Run",
-    "Slice",
-]
-
 Kind: TypeAlias = Literal["weight", "state", "carry", "transient", "scratch", "input", "output", "host", "external"]
 
 MAIN: Final = "main"
 ALIGNMENT: Final = 512
 """Bytes that every offset is a multiple of."""
 OWN_POOL: Final = frozenset({"state", "carry"})
-"""Kinds that outlive a plan: each buffer has a pool of its own, so that every plan has it at the same address."""
+"""Kinds that outlive a step: each buffer has a pool of its own, so that it has one address in all plans."""
 POOL: Final[Mapping[str, str]] = {"weight": "weights", "host": "host", "external": "external"}
 
 
@@ -60,7 +45,7 @@ class Region:
 
     @property
     def chain(self) -> tuple[Region, ...]:
-        """This region and those around it, outermost first."""
+        """This region and its enclosing regions, outermost first."""
         return (self,) if self.parent is None else (*self.parent.chain, self)
 
     def encloses(self, other: Region | None) -> bool:
@@ -164,7 +149,7 @@ class Edge:
 
 
 class Run(NamedTuple):
-    """Layers of one kind, of which a brief graph has the first three: the third stands for `more` that follow it.
+    """Layers of one kind, of which a brief graph registers the first three: the third stands for `more` further ones.
 
     `ends` are the numbers of ops, buffers, regions, barriers and edges after each of the three.
     """
@@ -175,9 +160,9 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A knob whose value selects what the model registers; the planner tries every option.
+    """A knob that selects which ops the model registers; the planner considers every option.
 
-    Of an `escalating` one, each option needs no more device memory than the one before it, more of the host's, and is
+    In an `escalating` choice each option needs no more device memory than the one before it, more host memory, and is
     no faster: the planner takes the first that fits. Options that are not `alike` round differently.
     """
 

@@ -1,6 +1,6 @@
-"""Sizes that depend on dims: polynomials in positive integers, with exact coefficients.
+"""Symbolic sizes: polynomials in dims, which are positive integers, with exact coefficients.
 
-A dim is a polynomial by itself (`symbol`). `+`, `-`, `*`, `**` and division by a product give others, multiplied out, so that equal
+A dim is a polynomial by itself (`symbol`). `+`, `-`, `*`, `**` and division by a product are expanded, so that equal
 sizes compare equal. A result that is a whole number is an `int`. `sympy.sympify` takes a polynomial as an expression.
 """
 
@@ -40,7 +40,7 @@ class Polynomial:
 
     @property
     def name(self) -> str | None:
-        """The dim that it is, if it is one."""
+        """The dim that it is, or None."""
         return next(iter(self.names)) if len(self.names) == 1 and self == symbol(*self.names) else None
 
     @property
@@ -55,7 +55,7 @@ class Polynomial:
 
     @property
     def is_nonnegative(self) -> bool:
-        """Whether no dims make it negative: each is at least 1, and no coefficient is negative in the dims less 1."""
+        """Whether it is nonnegative for all dims: each is at least 1, and no coefficient in (dims - 1) is negative."""
         return self.is_polynomial and all(
             c >= 0 for _, c in terms(self.at({name: symbol(name) + 1 for name in self.names}))
         )
@@ -86,7 +86,7 @@ class Polynomial:
         Raises
         ------
         TypeError
-            By a sum.
+            If the divisor is a sum.
         """
         found = _read(other)
         if found is None or len(found) != 1:
@@ -95,12 +95,12 @@ class Polynomial:
         return self * Polynomial([(tuple([(name, -power) for name, power in monomial]), Fraction(1) / c)])
 
     def __floordiv__(self, other: object) -> Dim:
-        """Divide where nothing is left.
+        """Divide without remainder.
 
         Raises
         ------
         TypeError
-            Where this is no multiple whatever the dims are.
+            If this is no multiple for all dims.
         """
         found = self / other
         if isinstance(found, Polynomial) and not found.is_whole:
@@ -153,7 +153,7 @@ class Polynomial:
         return " + ".join(_shown(*term) for term in ordered).replace("+ -", "- ") or "0"
 
     def _sympy_(self) -> Any:
-        """What `sympy.sympify` asks for."""
+        """The protocol of `sympy.sympify`."""
         import sympy
 
         dims = {name: sympy.Symbol(name, positive=True, integer=True) for name in self.names}
@@ -161,7 +161,7 @@ class Polynomial:
 
 
 Dim: TypeAlias = int | Any
-"""A size: an integer, or a `Polynomial`. Rules of operators count with both alike."""
+"""A size: an integer, or a `Polynomial`. Operators' rules compute with both alike."""
 
 
 @cache

@@ -1,9 +1,8 @@
-"""A program: a model's graphs over shared dims, the weights they tie, and the state that outlives a step.
+"""A program: a model's graphs over shared dims, the weights that they share, and the states that outlive a step.
 
-Every phase sees every weight and every state buffer of the program, in one
-order, so that all phases' plans place them at the same addresses. A step may
-join several phases into one plan, or run one after another with the second in one of
-several sizes; either way, carries are handed from one to the next.
+Every phase sees every weight and every state buffer of the program, in one order, so that the plans of all phases place
+them at the same addresses. A step may join several phases into one plan, or run one after another, with the second in
+one of several sizes. In both cases, carries are handed from one to the next.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Program:
     name
         The model's name.
     backend
-        Whose implementations declare scratch bytes in graphs that are drawn or looked at; plans are for their device's.
+        The backend whose implementations declare scratch bytes in graphs without a device; plans use their device's.
 
     Examples
     --------
@@ -57,7 +56,7 @@ class Program:
 
     @property
     def bucketed(self) -> Mapping[str, BucketedStep]:
-        """The steps of two plans, by name."""
+        """The bucketed steps, by name."""
         return MappingProxyType(self._bucketed)
 
     def add_phase(self, name: str, build: Build) -> None:
@@ -71,9 +70,9 @@ class Program:
         self._steps[name] = tuple(phases)
 
     def add_bucketed_step(self, name: str, prefix: str, suffix: str, *, count: str, dim: str, buckets: Buckets) -> None:
-        """Let a phase follow another in the smallest of several sizes that holds what the first computed.
+        """Run a phase after another, in the smallest of several sizes that holds the count that the first computed.
 
-        Each has plans of its own, and carries lie at the same address in all of them. The suffix may declare a carry with
+        Each has its own plans, and carries lie at the same address in all of them. The suffix may declare a carry with
         fewer rows than the prefix: it sees the first ones. See `BucketedStep`.
 
         Raises
@@ -88,7 +87,7 @@ class Program:
         self._bucketed[name] = step
 
     def _require_new(self, name: str, phases: Sequence[str] = ()) -> None:
-        """Make sure that a name is free, and that phases are there."""
+        """Make sure that a name is free, and that the phases exist."""
         if name in (*self.steps, *self._bucketed):
             raise GraphError(f"program '{self.name}' has a phase or step '{name}' already")
         for phase in phases:
@@ -104,20 +103,19 @@ class Program:
     def register(
         self, name: str, choices: Mapping[str, str] | None = None, *, backend: str | None = None, brief: bool = False
     ) -> Graph:
-        """Register one phase or joined step, with what it shares with the others; whoever compiles it validates it.
+        """Register one phase or joined step, with everything that it shares with the others; the compiler validates it.
 
         Parameters
         ----------
         backend
-            Whose implementations declare scratch bytes; the program's if not given.
+            The backend whose implementations declare scratch bytes; the program's by default.
         brief
-            Leave layers out that repeat others, and what it shares with the other graphs: they are its `others`.
+            Leave out layers that repeat others, and whatever it shares with the other graphs, which are its `others`.
 
         Raises
         ------
         GraphError
-            Where two phases disagree about a weight, a state or a carry, or the suffix of a bucketed step does not fit
-            its prefix.
+            If two phases disagree about a weight, a state or a carry, or a bucketed step's suffix and prefix disagree.
         """
         if name not in self._phases and name not in self._steps:
             raise UnknownName("step", name, self.steps)
@@ -136,13 +134,13 @@ class Program:
         return g
 
     def _registered(self, phase: str, g: Graph, choices: Mapping[str, str] | None) -> Graph:
-        """A phase by itself, with what it has of these choices."""
+        """Register a phase by itself, with the given choices that it has."""
         own = Graph(phase, backend=g.backend, choices=choices, lenient=True, brief=g.brief)
         self._phases[phase](own)
         return own
 
     def _handed(self, g: Graph, own: Mapping[str, Graph]) -> frozenset[str]:
-        """Names of the carries that hold a value when a phase starts, as it is the suffix of bucketed steps."""
+        """Names of the carries that hold a value when a phase starts, because it is the suffix of bucketed steps."""
         found: set[str] = set()
         for name, step in self._bucketed.items():
             if g.name == step.suffix:
@@ -161,9 +159,9 @@ class Program:
         shared = [b for b in own.buffers if b.is_shared]
         needed = {
             name for name, info in own.dims.items() if info.value is not None
-        }  # in one order whatever the choices
+        }  # in an order that does not depend on choices
         needed |= {name for b in shared for dim in b.shape if not isinstance(dim, int) for name in dim.names}
-        for bounded in reversed(own.dims.values()):  # a bound is declared before what it bounds
+        for bounded in reversed(own.dims.values()):  # a bound is declared before the dim that it bounds
             if str(bounded.symbol) in needed and bounded.at_most is not None:
                 needed.add(bounded.at_most)
         for name, info in own.dims.items():

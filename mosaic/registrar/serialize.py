@@ -1,4 +1,4 @@
-"""A graph as JSON and back. Symbolic sizes travel as lists of terms, so nothing read is ever evaluated as code."""
+"""A graph as JSON and back. Symbolic sizes are lists of terms, so nothing that is read is evaluated as code."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from mosaic.registrar.graph import Barrier, Buffer, Choice, DimInfo, Edge, Graph
 from mosaic.registrar.operator import Dim, Operator, Spec
 from mosaic.registrar.operators import find
 from mosaic.registrar.polynomial import Polynomial, symbol
-
-__all__ = ["SCHEMA", "from_json", "to_json"]
 
 SCHEMA: Final = "mosaic.graph/1"
 
@@ -29,12 +27,12 @@ def from_json(text: str, *, operators: Mapping[str, Operator] | None = None) -> 
     Parameters
     ----------
     operators
-        Operators that Mosaic does not ship, by name. One that is not given comes back without rules and implementations.
+        Operators that Mosaic does not ship, by name. An operator that is not given has no rules and implementations.
 
     Raises
     ------
     GraphError
-        Not a graph, of another schema, or damaged.
+        If the text is no graph, of another schema, or damaged.
     """
     try:
         plain = json.loads(text)

@@ -1,7 +1,7 @@
-"""What an op reads, writes and costs, as functions of symbolic sizes alone.
+"""The reads, writes and costs of an op, as functions of symbolic sizes alone.
 
-Layers repeat theirs, and so do the graphs of a model's other choices; symbolic arithmetic is slow, so results are kept.
-Equal results are one object: looking them up again compares identities.
+Layers repeat the same computations, as do the graphs of other choices; symbolic arithmetic is slow, so results are
+cached. Equal results are one object, so that looking them up again compares identities.
 """
 
 from __future__ import annotations
@@ -14,37 +14,23 @@ from mosaic.errors import GraphError
 from mosaic.registrar.operator import Dim, Operator, Spec, Work
 from mosaic.registrar.polynomial import Polynomial
 
-__all__ = [
-    "Asked",
-    "Attributes",
-    "Cut",
-    "Loops",
-    "Results",
-    "Seen",
-    "Specs",
-    "View",
-    "asked",
-    "results",
-    "view",
-]
-
 _KEPT: Final = 4096
-"""Results that each computation keeps, for the layers and graphs that repeat it."""
+"""Results that each computation caches, for layers and graphs that repeat it."""
 
 
 Loops: TypeAlias = tuple[tuple[Polynomial, Polynomial], ...]
-"""Of nested regions, outermost first: the dim that each runs over, and the rows of one iteration."""
+"""For nested regions, outermost first: the dim of each, and the rows of one iteration."""
 Seen: TypeAlias = tuple[tuple[str, Spec, int], ...]
 """Operands: name, spec, and the number of open loops that hold its home."""
 Specs: TypeAlias = tuple[tuple[str, Spec], ...]
 Attributes: TypeAlias = tuple[tuple[str, Any], ...]
 Cut: TypeAlias = tuple[str, int, int, int | None, Dim]
-"""One slicing of an operand: its name, axis, loop, factor (none: the axis cannot be sliced) and the dim that is sliced."""
+"""One slicing of an operand: its name, axis, loop, factor (none: the axis cannot be sliced) and the sliced dim."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What one launch reads, as an iteration of the open loops sees it, and its work; none: why it is `refused`."""
+    """The reads of one launch in one iteration of the open loops, and its work; or, in `refused`, why there is none."""
 
     specs: Specs
     cuts: tuple[Cut, ...]
@@ -54,7 +40,7 @@ class Asked:
 
 @lru_cache(maxsize=_KEPT)
 def asked(rule: Operator, reads: Seen, loops: Loops, attrs: Attributes) -> Asked:
-    """Return what a launch reads, and what the operator says of it."""
+    """Return the reads of a launch, and the operator's work for them."""
     specs, cuts = _iteration(rule, reads, loops)
     if any(factor is None for *_, factor, _ in cuts):
         return Asked(specs=specs, cuts=cuts, work=None)
@@ -67,7 +53,7 @@ def asked(rule: Operator, reads: Seen, loops: Loops, attrs: Attributes) -> Asked
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What one launch writes as an iteration sees it, its scratch bytes among it."""
+    """The writes of one launch in one iteration, and its scratch bytes."""
 
     scratch: Dim
     cuts: tuple[Cut, ...]
@@ -75,7 +61,7 @@ class Results:
 
 @lru_cache(maxsize=_KEPT)
 def results(backend: str, rule: Operator, reads: Specs, writes: Seen, loops: Loops, attrs: Attributes) -> Results:
-    """Return what a launch writes, and the scratch that it needs."""
+    """Return the writes of a launch, and its scratch."""
     specs, cuts = _iteration(rule, writes, loops)
     scratch = rule.scratch_bytes(backend, dict(reads + specs), dict(attrs))
     if scratch != 0:
@@ -84,7 +70,7 @@ def results(backend: str, rule: Operator, reads: Specs, writes: Seen, loops: Loo
 
 
 def _iteration(rule: Operator, operands: Seen, loops: Loops) -> tuple[Specs, tuple[Cut, ...]]:
-    """Operands as one iteration of some nested loops sees them, and the slices that make it so."""
+    """Operands as one iteration of some nested loops sees them, and their slices."""
     views = {key: view(spec, loops, inside, key in rule.whole) for key, spec, inside in operands}
     return (
         tuple((key, found.seen) for key, found in views.items()),
@@ -94,8 +80,8 @@ def _iteration(rule: Operator, operands: Seen, loops: Loops) -> tuple[Specs, tup
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """An operand as one iteration of some nested loops sees it, and the slices that make it so: axis, loop, factor (none:
-    the axis cannot be sliced) and the dim that is sliced."""
+    """An operand as one iteration of some nested loops sees it, and its slices: axis, loop, factor (none: the axis
+    cannot be sliced) and the sliced dim."""
 
     seen: Spec
     cuts: tuple[tuple[int, int, int | None, Dim], ...]
@@ -105,7 +91,7 @@ class View:
 def view(spec: Spec, loops: Loops, inside: int, whole: bool) -> View:
     """Return an operand as an iteration sees it: loops inside its home slice it, unless the operator takes it whole.
 
-    The outermost `inside` loops hold its home.
+    Its home lies in the outermost `inside` loops.
     """
     cuts: list[tuple[int, int, int | None, Dim]] = []
     shape = spec.shape

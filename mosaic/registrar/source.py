@@ -1,10 +1,8 @@
-"""Where registering code stands, for messages."""
+"""The source line of registering code, for messages."""
 
 from __future__ import annotations
 
 import sys
-
-__all__ = ["caller"]
 
 
 def caller() -> str:

@@ -1,4 +1,4 @@
-"""Side streams of a graph: which op runs where, and the edges that order them."""
+"""Side streams of a graph: the stream of each op, and the edges that order ops."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from mosaic.errors import GraphError
 from mosaic.registrar.parts import MAIN, Edge
 from mosaic.registrar.source import caller
 
-__all__ = ["Streams"]
-
 
 @dataclass(slots=True)
 class _Side:
-    """A side stream: the main op that its next ops wait for, and the first and last op since."""
+    """A side stream: the main op that it forked from, and its first and last op since."""
 
     name: str
     forked_after: int
@@ -46,7 +44,7 @@ class Streams:
 
     @contextmanager
     def fork(self, name: str) -> Iterator[None]:
-        """Let ops run beside the main stream, after its last op so far."""
+        """Register ops beside the main stream, forked after its last op so far."""
         if self._current is not None or name == MAIN:
             raise GraphError(f"stream '{name}' ({caller()}): streams fork from the main stream only")
         side = self._sides.get(name)
@@ -66,14 +64,14 @@ class Streams:
         return [last for last, _ in self._waits]
 
     def wait(self, name: str, updates: int | None = None) -> None:
-        """Let the next main op, or the next that writes the buffer `updates`, wait for everything on a side stream so far."""
+        """Make the next main op, or the next that writes the buffer `updates`, wait for a side stream's ops so far."""
         side = self._sides.get(name)
         if side is None or side.last is None:
             raise GraphError(f"wait('{name}') ({caller()}): nothing was registered on that stream")
         self._waits.append((side.last, updates))
 
     def order(self, op: int, writes: Collection[int]) -> None:
-        """Note an op of the current stream, and the ids of the buffers that it writes."""
+        """Record an op of the current stream, and the ids of the buffers that it writes."""
         side = self._current
         if side is None:
             self._last_main = op

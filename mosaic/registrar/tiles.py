@@ -1,9 +1,9 @@
-"""Typed tiles that CPU kernels carve out of their scratch, torch-free, and the sizes and lists that several operators share.
+"""Typed tiles that CPU kernels carve out of their scratch, and sizes and lists of tiles that several operators share.
 
-An operator's file lists its tiles from the specs of its operands; `Tiled` adds up their bytes for the plan, and the kernel
-carves by the same list, so the two cannot disagree. Dims that vary with the batch, and widths that a region over heads
-slices, may be polynomials: they meet only `+`, `*`, constants and a whole division by the head size; other sizes of
-the model (D, V, H, E, k) are plain integers.
+An operator's file lists its tiles from the specs of its operands. `Tiled` adds up their bytes for the plan, and the
+kernel carves by the same list, so the two agree. Dims that vary with the batch, and widths that a region over heads
+slices, may be polynomials: they are combined only by `+`, `*`, constants and an exact division by the head size. Other
+sizes of the model (D, V, H, E, k) are plain integers.
 """
 
 from __future__ import annotations
@@ -16,55 +16,27 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from mosaic.registrar.dtypes import ITEMSIZE
 from mosaic.registrar.operator import Attrs, Dim, Specs
 
-__all__ = [
-    "COUNTERS",
-    "COUNTER_COLUMNS",
-    "GROUP_RUN",
-    "KEY_ROWS",
-    "PRODUCT_TILE",
-    "QUERY_ROWS",
-    "ROW_NUMBERS",
-    "SAMPLE_TILES",
-    "SCORES",
-    "SCORE_ROWS",
-    "TILE_ALIGNMENT",
-    "TILE_ROWS",
-    "WHOLE_KEYS",
-    "Tile",
-    "Tiled",
-    "Tiles",
-    "attention_tiles",
-    "compute_dtype",
-    "linear_tiles",
-    "norm_tiles",
-    "sample_tiles",
-    "statistics_tile",
-    "statistics_tiles",
-    "tiles_bytes",
-]
-
 TILE_ALIGNMENT: Final = 64  # bytes, a cache line; each tile may lose this much to alignment
 
-# Sizes of tiles. Chosen so that the tiles an op works on together stay within about 1 to 4 MiB (an L2 cache of
-# today).
+# Sizes of tiles. The tiles that an op uses together take about 1 to 4 MiB (a typical L2 cache).
 SCORES: Final = 1 << 18
 """Scores in a tile of attention, however many rows and keys it has."""
 QUERY_ROWS: Final = 512
 KEY_ROWS: Final = 1024
 WHOLE_KEYS: Final = 2048
-"""Keys that a tile of scores may have where they are read in place: a softmax over all keys at once is the fastest."""
+"""Keys in a tile of scores if they are read in place: a softmax over all keys at once is the fastest."""
 STATISTICS_ROWS: Final = 128
 VOCABULARY_COLUMNS: Final = 1024
 COUNTERS: Final = 32
-"""Counters in a row of random numbers; each gives four words, for columns so far apart."""
+"""Counters in a row of random numbers; each gives four words, for columns that are `COUNTERS` apart."""
 COUNTER_COLUMNS: Final = 4 * COUNTERS
 GROUP_RUN: Final = 8
 """Neighbouring columns of a group of random numbers; it has four such runs, `COUNTERS` columns apart."""
 SCORE_ROWS: Final = 1024
-"""Rows whose scores, one number each, are made at a time."""
+"""Rows whose scores, one number each, are computed at a time."""
 PRODUCT_TILE: Final = (256, 512, 256)
-"""Rows, columns and inner width of a tile of a 16-bit product, at any width of the operands: in smaller tiles BLAS falls
-behind, and the calls are noticed."""
+"""Rows, columns and inner width of a tile of a 16-bit product, at any width of the operands: with smaller tiles BLAS is
+slower and the number of calls shows."""
 TILE_ROWS: Final = 64
 """Rows of a tile of norms, whatever the width, which a region over heads may make symbolic: 1 MiB of float32 at 4,096."""
 
@@ -138,7 +110,7 @@ def norm_tiles(rows: Dim, heads: Dim, width: Dim, dtype: str) -> Tiles:
 
 
 def attention_tiles(head_size: int, dtype: str, *, masked: bool) -> Tiles:
-    """List the tiles of an online softmax: scores, accumulator, five vectors, and what masks keys that some rows do not see."""
+    """List the tiles of an online softmax: scores, accumulator, five vectors, and a mask of keys."""
     vector = Tile((QUERY_ROWS,), dtype)
     own = (Tile((SCORES,), dtype), Tile((QUERY_ROWS, head_size), dtype), *(vector,) * 5)
     if not masked:
@@ -160,7 +132,7 @@ def statistics_tiles(vocabulary: int) -> Tiles:
 
 
 def sample_tiles(rows: Dim, vocabulary: int) -> Tiles:
-    """List what sampling needs besides: a score for every row, and tiles for the random numbers of a tile of logits."""
+    """List the extra tiles of sampling: a score for every row, and the random numbers of a tile of logits."""
     tile_rows, columns = statistics_tile(vocabulary)
     blocks = -(-columns // COUNTER_COLUMNS)
     vector, index = Tile((tile_rows,), "float32"), Tile((tile_rows,), "int64")
@@ -173,7 +145,7 @@ def sample_tiles(rows: Dim, vocabulary: int) -> Tiles:
 
 
 SAMPLE_TILES: Final = len(sample_tiles(1, 1))
-"""How many tiles come last in the scratch of a kernel that samples."""
+"""The number of tiles at the end of a sampling kernel's scratch."""
 
 ROW_NUMBERS: Final = (Tile((10,), "int64"), Tile((5,), "float32"), *(Tile((SCORE_ROWS,), "int64"),) * 8)
-"""What a random number of each row takes: constants, then integers of some rows."""
+"""The tiles of one random number per row: constants, then integers of some rows."""

@@ -1,4 +1,4 @@
-"""Proof that a graph makes sense: reads after writes, legal aliases, closed streams, kernels present."""
+"""Validation of a graph: reads after writes, legal aliases, joined streams, kernels present."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ from mosaic.errors import GraphError
 from mosaic.registrar.graph import MAIN, Buffer, Graph, Op, Region
 from mosaic.registrar.operator import Dim, Spec
 
-__all__ = ["validate"]
-
 _DEFINED = frozenset({"input", "weight", "state", "external"})
 _HANDED_ON = frozenset({"output", "state", "external"})
 
 
 def validate(graph: Graph, *, kernels: Collection[str] | None = None) -> None:
-    """Check a graph whole.
+    """Check a whole graph.
 
     Parameters
     ----------
     kernels
-        Names of the kernels there are; given, every op must have one (a graph can be planned without).
+        Names of the existing kernels; if given, every op must have one (a graph can be planned without).
 
     Raises
     ------
@@ -47,16 +45,16 @@ def validate(graph: Graph, *, kernels: Collection[str] | None = None) -> None:
             )
 
 
-# Values. A region writes a buffer from outside of it slice by slice, one in each iteration. The buffer holds a whole value when
-# every slice has been written, that is, when the region has ended, and until an alias overwrites any of it. A slice that is
-# written again is that slice alone. So a whole read inside of the region finds a value only if there was one before.
+# Values. A region writes an outer buffer slice by slice, one per iteration. The buffer holds a whole value once every
+# slice has been written, at the region's end, and until an alias overwrites any of it. A slice that is written again is
+# that slice alone. So a whole read inside the region finds a value only if there was one before the region.
 
 _Cut = tuple[int, str, int]  # axis, region, factor
 _Cuts = frozenset[_Cut]
 
 
 def _reads_follow_writes(graph: Graph) -> None:
-    """No op may read what nothing has written yet, be it other slices of what a region around it is filling."""
+    """No op may read a value before it is written, nor slices that other iterations of a region around it write."""
     whole = {b.id for b in graph.buffers if _is_defined(b) or b.name in graph.handed}
     written: dict[int, dict[_Cuts, set[str]]] = {}  # of the other buffers: slices, and the regions that cut them
     for op in graph.ops:
@@ -97,7 +95,7 @@ def _filling(op: Op, seen: _Cuts, written: _Cuts) -> list[str]:
 
 
 def _is_defined(buffer: Buffer) -> bool:
-    """Whether a buffer holds a value before the first op, whatever other graphs do."""
+    """Whether a buffer holds a value before the first op, by itself."""
     return buffer.kind in _DEFINED or (buffer.kind == "host" and buffer.tensor is not None)
 
 
@@ -111,9 +109,9 @@ def _buffers_are_used(graph: Graph) -> None:
             raise GraphError(f"{buffer} ({buffer.source}) is never used")
 
 
-# Aliases: no op may read a value, nor end a step with one, that another member of the group has overwritten.
+# Aliases: no op may read a value, nor a step end with one, that another member of the group has overwritten.
 
-_Piece = frozenset[tuple[_Cut, int]]  # what an op sees of a buffer: of each region that cuts it, one of two iterations
+_Piece = frozenset[tuple[_Cut, int]]  # what an op sees of a buffer: by cutting region, an iteration
 
 _WHOLE: Final[_Piece] = frozenset()
 
@@ -142,7 +140,7 @@ def _aliases_are_legal(graph: Graph) -> None:
 
 
 class _Value:
-    """The value of `old`, followed through the ops in their order of execution: the pieces that writes of `new` have taken."""
+    """The value of `old`, followed in order of execution: the pieces that writes of `new` have taken."""
 
     def __init__(self, graph: Graph, old: Buffer, new: Buffer) -> None:
         self._graph, self._old, self._new = graph, old, new
@@ -150,7 +148,7 @@ class _Value:
         self._lost: dict[_Piece, Op] = {}
 
     def follow(self, replayed: Sequence[tuple[Op, Mapping[Buffer, _Piece]]]) -> None:
-        """Let ops read and write the two, in their order of execution, with what each sees of the group."""
+        """Follow the reads and writes of both buffers in order of execution, with the parts that ops see."""
         old, new = self._old, self._new
         for op, pieces in replayed:
             if old in op.reads:
@@ -180,7 +178,7 @@ class _Value:
             )
 
     def _restore(self, written: _Piece) -> None:
-        """Split what is lost by the regions that cut what is written, and drop the part that is."""
+        """Split the lost pieces by the regions that cut the written piece, and drop the written part."""
         left: dict[_Piece, Op] = {}
         for lost, by in self._lost.items():
             if _are_apart(lost, written):
@@ -213,7 +211,7 @@ def _replayed(
 
 
 def _pieces(op: Op, members: Sequence[Buffer], iterations: Mapping[str, int]) -> dict[Buffer, _Piece]:
-    """What an op sees of each buffer in these iterations of the regions around it."""
+    """The part of each buffer that an op sees in these iterations of the enclosing regions."""
     touched = {*op.reads, *op.writes}.intersection(members)
     return {buffer: frozenset((cut, iterations[cut[1]]) for cut in _cuts(op, buffer)) for buffer in touched}
 
@@ -224,7 +222,7 @@ def _are_apart(a: _Piece, b: _Piece) -> bool:
 
 
 def _no_write_beside(graph: Graph, order: _Order, ops: Sequence[Op], old: Buffer, new: Buffer) -> None:
-    """What a side op touches stays as it is until it is joined."""
+    """Check that nothing overwrites the buffers of a side op until it is joined."""
     for side in ops:
         if side.stream == MAIN or old not in (*side.reads, *side.writes):
             continue
@@ -239,7 +237,7 @@ def _no_write_beside(graph: Graph, order: _Order, ops: Sequence[Op], old: Buffer
 
 
 def _no_write_while_kept(graph: Graph, old: Buffer, new: Buffer) -> None:
-    """What a barrier keeps holds its value until there, once it has one."""
+    """Check that a barrier's buffers keep their values up to it."""
     keeping = [barrier for barrier in graph.barriers if old in barrier.buffers]
     if not keeping:
         return
@@ -257,9 +255,9 @@ def _no_write_while_kept(graph: Graph, old: Buffer, new: Buffer) -> None:
 class _Order:
     """The forks and waits of every side stream, as pairs (side op, main op) in order of registration.
 
-    Edges lead forward in the order of registration, so a graph has no cycles, and what happens before what is a bisection:
-    0.15 ms for the 225 side ops of llada-8b with streamed weights. Ancestors and descendants by networkx are the same and
-    take 118 ms, besides 160 ms to import it.
+    Edges lead forward in the order of registration, so a graph has no cycles, and precedence is found by bisection:
+    0.15 ms for the 225 side ops of llada-8b with streamed weights. Ancestors and descendants by networkx give the same
+    in 118 ms, besides 160 ms to import it.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -285,7 +283,7 @@ class _Order:
         return waits[at][1] if at < len(waits) else None
 
     def window(self, side: Op) -> tuple[int, int]:
-        """Return the ops over which a side op holds what it touches: from after its fork to its join, or all of its loop."""
+        """Return the ops during which a side op holds its buffers: from its fork to its join, or its whole loop."""
         if side.region is not None:
             return side.region.start, side.region.end
         fork, join = self.fork(side), self.join(side)
@@ -293,7 +291,7 @@ class _Order:
 
 
 def _cuts(op: Op, buffer: Buffer) -> _Cuts:
-    """How the regions around `op` cut a buffer that lives outside them; not at all if it is several operands."""
+    """How the regions around `op` cut an outer buffer; not at all if it is several operands."""
     found = _cuts_by_operand(op, buffer)
     return found[0] if len(found) == 1 else _Cuts()
 
@@ -310,7 +308,7 @@ def _cuts_by_operand(op: Op, buffer: Buffer) -> list[_Cuts]:
 
 
 def _works_in_place(graph: Graph, op: Op, new: Buffer, old: Buffer) -> bool:
-    """Whether an op may write `new` over `old`: byte for byte, as the operand that its operator names and as no other."""
+    """Whether an op may write `new` over `old`: byte for byte, as the operand that its operator names."""
     operands = op.operands
     named = any(operands.get(w) is new and operands.get(r) is old for w, r in op.inplace)
     alone = sum(buffer is old for buffer in operands.values()) == 1
@@ -331,14 +329,14 @@ def _overlap(a: tuple[Dim, Dim], b: tuple[Dim, Dim]) -> bool:
 
 
 def _extent(graph: Graph, buffer: Buffer) -> tuple[Dim, Dim]:
-    """The bytes of its root's storage that a buffer takes."""
+    """The bytes of its root's storage that a buffer occupies."""
     at, size = _offset(graph, buffer), _bytes(buffer.spec) * buffer.rotate
     return at, at + size if at != 0 else size
 
 
 @lru_cache(maxsize=1024)
 def _bytes(spec: Spec) -> Dim:
-    """What layers repeat is multiplied out once."""
+    """A cached product: layers repeat it."""
     return spec.bytes
 
 
@@ -353,7 +351,7 @@ def _certainly_at_most(low: Dim, high: Dim) -> bool:
     return difference >= 0 if isinstance(difference, int) else difference.is_nonnegative
 
 
-# Streams: what runs beside the main stream is joined, inside the loop it runs in.
+# Streams: side ops are joined, inside the loop that they run in.
 
 
 def _edges_lead_forward(graph: Graph) -> None:
@@ -380,7 +378,7 @@ def _streams_are_closed(graph: Graph) -> None:
 
 
 def _is_left_alone(graph: Graph, order: _Order, side: Op) -> None:
-    """What a side op touches, no later op of another stream does before it is waited for, where one of the two writes.
+    """Check that no later op of another stream touches a side op's buffer before it is waited for, if either writes it.
 
     Earlier main ops have ended: a stream is forked after the last of them.
     """
@@ -398,7 +396,7 @@ def _is_left_alone(graph: Graph, order: _Order, side: Op) -> None:
 
 
 def _rotates(op: Op, region: Region) -> bool:
-    """Whether iterations may overlap: what the op touches in the workspace has slots that iterations take in turn."""
+    """Whether iterations may overlap: the op's workspace buffers have slots that iterations use in turn."""
     touched = [b for b in (*op.reads, *op.writes) if b.pool == "workspace"]
     return all(b.home is region and b.rotate > 1 for b in touched)
 

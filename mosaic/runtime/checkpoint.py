@@ -1,7 +1,7 @@
 """Checkpoint files: safetensors, every claim of their headers checked before a tensor is touched.
 
-Tensors are read straight to their place in host memory, or through a small buffer to a device or another dtype; never
-held twice. Reading, not mapping: a file that another process cuts short is an error, not a bus error.
+Tensors are read straight to their place in host memory, or through a small buffer to a device or another dtype. No
+tensor is held twice. Files are read, not mapped: a file that another process cuts short is an error, not a bus error.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class SafetensorsFile:
 class Checkpoint:
     """A checkpoint directory: `model.safetensors`, or shards listed in `model.safetensors.index.json`.
 
-    Holds two buffers of `PIECE_BYTES` while it is open: one for bytes on their way to a device, one for what is
+    While open it holds two buffers of `PIECE_BYTES`: one for bytes on their way to a device, one for bytes being
     converted.
 
     Examples
@@ -124,7 +124,7 @@ class Checkpoint:
         Raises
         ------
         CheckpointError
-            If there is no such tensor, or of another shape or dtype, or the file ends before it.
+            If the tensor is missing, has another shape or dtype, or the file ends before it.
         """
         path, entry = self.layout.find(name, tuple(out.shape))
         file, wanted = self._files[path.name], str(out.dtype).removeprefix("torch.")
@@ -153,7 +153,7 @@ class Checkpoint:
             piece.copy_(found)
 
     def equal(self, name: str, other: str) -> bool:
-        """Tell whether two tensors are the same to the bit, of one dtype and shape."""
+        """Tell whether two tensors have the same dtype, shape and bits."""
         places = [(self._files[self.layout.where[tensor]], tensor) for tensor in (name, other)]
         entries = [file.entry(tensor) for file, tensor in places]
         if (entries[0].dtype, entries[0].shape) != (entries[1].dtype, entries[1].shape):
@@ -183,18 +183,18 @@ class Checkpoint:
 
 
 def _anonymous(size: int) -> Tensor:
-    """Make a uint8 buffer whose pages are taken when they are touched, and given back with the last view."""
+    """Make a uint8 buffer whose pages are committed on first touch and given back with its last view."""
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
 
 
 def write_safetensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor | Sequence[Tensor]]) -> None:
-    """Write tensors to a file, straight from their memory; it appears whole, written under another name first.
+    """Write tensors to a file straight from their memory; the file is renamed into place when it is complete.
 
     Parameters
     ----------
     tensors
-        Contiguous tensors by name, written in this order; from a device piece by piece. Of several, one tensor is
-        written: their rows one after another.
+        Contiguous tensors by name, written in this order; tensors of a device are copied in pieces. A sequence of
+        tensors is written as one: their rows one after another.
     """
     target = Path(path)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -1,4 +1,4 @@
-"""`compile`: from what a caller names to a model, or a program, that is planned, loaded and ready to be called."""
+"""`compile`: plan a model or a program, load its weights and return it ready to be called."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from mosaic.devices import Device
     from mosaic.registrar.program import Build, Program
     from mosaic.runtime.compiled_program import CompiledProgram
-
-__all__ = ["compile"]
 
 
 @overload
@@ -84,36 +82,36 @@ def compile(
     ----------
     model
         A checkpoint directory; a preset's name or a config, with random weights; or a Hugging Face module, whose
-        parameters are adopted without a copy and must stay as they are. Or what a user has registered: a `Program`, or a
-        callable that registers a graph, which gives a `CompiledProgram`.
+        parameters are adopted without a copy and must not change. For a program: a `Program`, or a callable that
+        registers a graph; the result is a `CompiledProgram`.
     weights
-        Of a program: tensors by the buffers' `tensor`, or by their names; drawn at random if not given.
+        For a program only: tensors by the buffers' `tensor` field or name; random if not given.
     dims
-        Of a program: values of dims that follow from no input's shape.
+        For a program only: values of dims that are no axis of an input.
     device
         "cpu", which None means too, or the profile of the CUDA card that this process uses (the first that PyTorch sees).
     dtype
         Of weights and activations; the checkpoint's if not given.
     budget
-        The most bytes that everything together may take, as a number or like "24GiB"; the device's memory if not given.
+        The most bytes for everything together, a number or like "24GiB"; the device's memory if not given.
     host_budget
-        Pinned host memory that weights and hidden states may be kept in; what the profile says if not given.
+        The most pinned host memory for weights and hidden states; the profile's value if not given.
     max_tokens
-        The longest step expected, a number or like "128k": weights are loaded to where its plan wants them. A step that
-        needs them elsewhere loads them again.
+        The longest step expected, a number or like "128k": weights are loaded to where the plan of that step has them.
+        A step whose plan has them elsewhere loads them again.
     config
-        Take these settings in every plan instead of searching, such as {"attention": "heads", "heads": 4}; each kind of
-        step takes its own part of them. A call's own `config` comes before it.
+        Take these settings in every plan instead of searching, such as {"attention": "heads", "heads": 4}. Each kind of
+        step takes the settings that it has. A call's own `config` overrides them.
     capture
         Replay short steps from CUDA graphs.
     threads
-        On a CPU, the threads that operations of a step may use: PyTorch is set to them for its time only. By the model's
-        size if not given (`StepThreads`), at most as many as PyTorch is set to.
+        CPU only: the threads that operations of a step may use. PyTorch is set to that number during a step. By the
+        model's size if not given (`StepThreads`), at most the number that PyTorch is set to.
     batch_invariant
-        Take only kernels with which what a request gets does not depend, to the bit, on the others in its steps. On a CPU in
-        float32 it does not anyway; on a card a step takes longer (docs/decoding.md).
+        Take only kernels for which a request's results are bit for bit independent of the other requests of its step.
+        On a CPU in float32 all kernels are; on a card a step takes longer (docs/decoding.md).
     debug
-        "poison" fills every buffer with NaN before and after its lifetime, and makes it an error to change a weight.
+        "poison" fills every buffer with NaN before and after its lifetime, and a step that changes a weight raises.
     seed
         For random weights.
 
@@ -122,7 +120,7 @@ def compile(
     DoesNotFit
         If not even one token fits the budget.
     CheckpointError
-        If the checkpoint is not what its config.json says.
+        If the checkpoint does not match its config.json.
 
     Examples
     --------

@@ -1,6 +1,6 @@
-"""A model whose every byte is planned, as an object to call.
+"""A compiled model: call it with token ids.
 
-The face of an `Engine`, which has the plans, weights, states and executors; each call takes a turn of it.
+The user's view of an `Engine`, which has the plans, weights, states and executors. A call holds the engine's turn.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ if TYPE_CHECKING:
 __all__ = ["CompiledModel", "MemoryReport", "StepOutput"]
 
 KEPT_PACKED: Final = 4
-"""Packed steps that are kept: the one that runs, and the ones that may follow."""
+"""Packed steps that are kept: the running one and candidates for the next."""
 _log = logging.getLogger(__name__)
 
 
 class CompiledModel(Face):
     """A planned model. Call it with token ids; see `compile`, which makes it.
 
-    One plan is made per configuration and shape of the input (tokens, sequences, masked rows rounded up by at most an
-    eighth) and kept. Committed memory is the most that calls have needed, so that sizes which alternate, and a second
-    generation, map nothing. What only earlier calls needed goes back on `trim`, and wherever a call would exceed the budget
-    otherwise: what fits by its plan runs.
+    One plan is made per configuration and rounded input size (tokens, sequences, masked rows, rounded up by at most an
+    eighth) and kept. The committed memory is the largest that calls have needed, so a repeated size maps nothing.
+    Memory that only earlier calls needed is given back by `trim`, and by a call that would otherwise exceed the budget:
+    every step whose plan fits runs.
 
-    Threads may share a model: it serves one call at a time, a generation being one call, and others wait.
+    Threads may share a model: it serves one call at a time, and a whole generation is one call.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class CompiledModel(Face):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.model = engine.planner.model
-        self._untrained = self.architecture.max_context or inf  # positions beyond them are told of, once
+        self._untrained = self.architecture.max_context or inf  # a step beyond this context is warned about
         self._kept = Recent[Hashable, tuple[tuple[StepRequest, ...], PackedStep]](
             KEPT_PACKED
         )  # requests, whose ids are keys
@@ -91,20 +91,20 @@ class CompiledModel(Face):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether a step that was launched runs beside the host: on a device, not on a CPU."""
+        """Whether steps run asynchronously: True on a device, False on a CPU."""
         return self._engine.plans.planner.device.backend != "cpu"
 
     @property
     def planner(self) -> Planner:
-        """The planner of its steps, with the weights where they are: for the configurations that a step may take."""
+        """The planner of the model's steps, with the weights where they are."""
         return self._engine.plans.planner
 
     def exclusive(self) -> AbstractContextManager[object]:
-        """Keep other threads out until the block is left: what was planned stays true, and outputs are views.
+        """Keep other threads out until the block is left: plans stay valid, and outputs are views instead of copies.
 
         Examples
         --------
-        >>> import mosaic
+        >>> import mosaic, torch
         >>> config = {"model_type": "llada", "d_model": 32, "n_layers": 1, "n_heads": 2, "mlp_hidden_size": 48,
         ...           "embedding_size": 64, "mask_token_id": 63, "torch_dtype": "float32"}
         >>> with mosaic.compile(config) as model, model.exclusive():
@@ -160,16 +160,16 @@ class CompiledModel(Face):
         token_ids
             Integers: [S] one sequence, [B, S] a batch, or a list of [S_i] of different lengths.
         masked
-            The rows to predict: a boolean mask in the form of `token_ids`, or int64 row numbers of the packed batch
-            (sequences one after another). Where `token_ids` is [MASK], if not given.
+            The rows to predict: a boolean mask of the form of `token_ids`, or int64 row numbers of the packed batch
+            (sequences one after another). If not given, the rows whose token is [MASK].
         logits_for
             Rows whose logits are returned as well, in the same forms. A row is the position that it predicts: where
             `architecture.shifted`, row i is the official model's row i - 1, and row 0 its row 0.
         config
-            Run this step in a configuration of its own instead of the one that the planner finds, or `compile` was given:
-            rows per chunk by knob, an option by choice, such as {"attention": "heads", "heads": 4}. What is not named is
-            off, or the first option. Weights stay where they are unless 'stream' says otherwise: then they are loaded
-            again, and stay where that puts them. The result's `plan.config` is what was in force.
+            Run this step in this configuration instead of the planner's or `compile`'s: rows per chunk by knob, an
+            option by choice, such as {"attention": "heads", "heads": 4}. A knob that is not named is off, a choice
+            takes its first option. Weights stay where they are unless 'stream' is named: then they are loaded again and
+            stay in the new place. The result's `plan.config` is the configuration of the step.
 
         Returns
         -------
@@ -178,7 +178,7 @@ class CompiledModel(Face):
 
         Raises
         ------
-        UsageError
+        If the shapes of ids, masks or rows disagree, or `config` names an unknown knob or option.
             If ids, masks or rows do not fit together, or `config` names an unknown knob or option.
         DoesNotFit
             If the step needs more than the budget.
@@ -197,7 +197,7 @@ class CompiledModel(Face):
             return output if self._engine.lend(output.tensors()) else output.clone()
 
     def _warn_beyond(self, positions: int) -> None:
-        """Say once that a step goes beyond the positions that the model was made for."""
+        """Warn once when a step is longer than the context that the model was trained for."""
         most = self._untrained
         if positions > most:
             self._untrained = inf
@@ -209,18 +209,18 @@ class CompiledModel(Face):
     # --- decoding -------------------------------------------------------------------------------------------------
 
     def open_sequence(self) -> OwnedRows:
-        """Start a sequence of keys and values: an owner of rows of the state `kv`."""
+        """Open a sequence of keys and values: an owner of rows of the state `kv`."""
         return self.open_rows(KV)
 
     def open_rows(self, state: State, owner: Hashable = None) -> OwnedRows:
-        """Start an owner's rows of a state, which are part of every plan until they are given back.
+        """Open an owner of rows of a state. The rows are part of every plan until the owner is closed.
 
         Parameters
         ----------
         state
-            One that a part of a phase has; of keys and values, `KV`.
+            A state of a phase's part; `KV` for keys and values.
         owner
-            Whose they are, for reports: a request, a layer, a group of heads.
+            A label for reports: a request, a layer, a group of heads.
 
         Raises
         ------
@@ -231,12 +231,12 @@ class CompiledModel(Face):
             return self._engine.table(state).open(owner)
 
     def sharing(self) -> SharedSizes:
-        """Start to count what the live requests of one session come to share, beside those of the model's other sessions."""
+        """Return a counter of the steps that the live requests of one session may share (`Shared`)."""
         return self._engine.sharing()
 
     @property
     def state_rows(self) -> Mapping[str, int]:
-        """Rows of each state that are in use, by name; states without any are left out."""
+        """Rows in use of each state, by name; states without rows are left out."""
         return rows_by_name(self._engine.states)
 
     def step(self, requests: Sequence[StepRequest], *, config: Settings | None = None) -> list[StepResult]:
@@ -250,12 +250,12 @@ class CompiledModel(Face):
         Returns
         -------
         list of StepResult
-            One per request, in order; on the host, the caller's to keep.
+            One per request, in order: host memory that the caller owns.
 
         Raises
         ------
         UsageError
-            If the requests do not make one step, or `config` names what its phase does not have.
+            If the requests cannot share a step, or `config` names a setting that the phase does not have.
         DoesNotFit
             If the step needs more than the budget.
         """
@@ -263,11 +263,11 @@ class CompiledModel(Face):
             return self.launch(requests, config=config).results()
 
     def launch(self, requests: Sequence[StepRequest], *, config: Settings | None = None) -> Launched:
-        """Begin the same, without waiting for the outcome; at most one step more is launched before that is asked for.
+        """Launch a step without waiting for its outcome. One more may be launched before its outcome is read.
 
-        A CPU has run the step when this returns. On a device the next step can be given before this one is done, if it does
-        not need the outcome: if it reads its tokens from a canvas on the device. Such requests are packed once, as long as
-        they are asked for again, themselves: nobody writes to their tensors.
+        On a CPU the step has run when this returns. On a device the next step can be launched before this one is done
+        if it reads its tokens from a canvas on the device. The requests of such a step are packed once and reused while
+        the same request objects are passed; their tensors must not be written to.
         """
         with self._engine.turn():
             started = perf_counter()
@@ -275,7 +275,7 @@ class CompiledModel(Face):
             ran = self._engine.run(self._packed(asked), config)
             side = self._sides[0]
             if side.last is not None:
-                side.last.keep()  # before the next outcome arrives where it is
+                side.last.keep()  # before the next outcome overwrites its buffer
             side.last = Launched(asked, ran, side.copy, started, self._engine.turns)
             if ran.again is not None:
                 self._engine.unsettled = side.last.settle
@@ -283,10 +283,10 @@ class CompiledModel(Face):
             return side.last
 
     def prepare(self, requests: Sequence[StepRequest]) -> None:
-        """Pack a step that may be launched next, while one runs; if it reads its tokens from a canvas on the device.
+        """While a step runs, pack a step that may be launched next, if it reads its tokens from a canvas on the device.
 
-        It is written to where a device copies its inputs from, if a step of this size has run. Nothing else changes, and the
-        step may never be launched.
+        If a step of this size has run, the inputs are written to the pinned image that the device copies from. Nothing
+        else changes, and the step need not be launched.
         """
         with self._engine.turn():
             asked = tuple(requests)
@@ -294,7 +294,7 @@ class CompiledModel(Face):
                 self._engine.prepare(self._packed(asked))
 
     def _packed(self, asked: tuple[StepRequest, ...]) -> PackedStep:
-        """The step of some requests. Where it reads its tokens on the device, it is packed once, while nobody's rows change."""
+        """Pack the step of some requests. One that reads its tokens on the device is packed once, until rows change."""
         if not asked or not asked[0].phase.tokens.computes:  # the host may have written other tokens
             return self._pack(asked)
         key = self._engine.changes, *map(id, asked)
@@ -311,8 +311,8 @@ class CompiledModel(Face):
         Parameters
         ----------
         more
-            Rows of each state that will be reserved by then, besides those that already are. If not given, as many as
-            the step with the most has.
+            Rows of each state that will be reserved in addition to the reserved ones. If not given, the most that any
+            of the steps has.
 
         Raises
         ------
@@ -327,17 +327,17 @@ class CompiledModel(Face):
             return max(plans, key=lambda plan: plan.total_bytes)
 
     def admits(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> bool:
-        """Return whether steps of these sizes fit: what `check` says, from the peak formula and without a plan."""
+        """Return whether steps of these sizes fit, by the peak formula, without a plan; `check` says why not."""
         with self._engine.turn():
             return self._engine.plans.fits(self._engine.scattered(sizes), self._states_of(sizes, more))
 
     def pays(self, size: StepSize) -> bool:
-        """Return whether a step that is cut takes less time, by its plans, than the same step whole, where it keeps few rows."""
+        """Return whether a cut step is predicted faster than the same step whole, if it keeps few rows."""
         with self._engine.turn():
             return self._engine.plans.pays(size)
 
     def _states_of(self, sizes: Sequence[StepSize], more: Mapping[State, int] | None) -> dict[State, int]:
-        """Rows of each state beside steps of these sizes, once `more` are taken."""
+        """Rows of each state during steps of these sizes, after `more` are reserved."""
         return self._engine.states_with(most_rows(sizes) if more is None else more)
 
     def generate(
@@ -350,7 +350,7 @@ class CompiledModel(Face):
         **options: Any,
     ) -> list[Generation]:
         """Generate an answer to every prompt; see `mosaic.decoding.generate`. Calls of other threads wait for its end."""
-        from mosaic.decoding import generate  # upwards, but only when called: the algorithms stand on the runtime
+        from mosaic.decoding import generate  # imported late: decoding is the layer above the runtime
 
         return generate(self, prompts, config, streamer=streamer, on_step=on_step, **options)
 
@@ -365,14 +365,14 @@ class CompiledModel(Face):
     def weights(self) -> Mapping[str, Tensor]:
         """Return views of all weights by checkpoint name, stacks of experts as one; streamed ones are in host memory.
 
-        What is written into them is what the next step computes with, until weights move: then they come from where they
-        came from before. `save` the model and compile the directory to keep it.
+        The next step computes with what is written into the views, until weights move: moving loads them from their
+        source again. To keep changes, `save` the model and compile the directory.
         """
         with self._engine.turn():
             return MappingProxyType(self._engine.weights.show())
 
     def save(self, path: str | Path) -> None:
-        """Write a checkpoint directory that `compile` reads: model.safetensors and config.json; not of a model in a scheme."""
+        """Write model.safetensors and config.json for `compile` to read; a model in a scheme cannot be saved."""
         if (scheme := self.architecture.scheme) is not PLAIN:
             raise UsageError(
                 f"'{scheme.name}' stores the model's matrices: save a model that is compiled without the scheme."
@@ -385,12 +385,12 @@ class CompiledModel(Face):
         """Give all memory back. Closing twice is fine; calling the model afterwards is an error."""
         with self._engine.turns:
             super().close()
-            self._sides = [_Side(), _Side()]  # views of results hold on to addresses
+            self._sides = [_Side(), _Side()]  # views of results keep their memory alive
 
 
 @dataclass(slots=True)
 class _Side:
-    """Where the outcomes of every other step arrive."""
+    """One of two result buffers, which the steps use in turn."""
 
     copy: HostCopy = field(default_factory=HostCopy)
     last: Launched | None = None

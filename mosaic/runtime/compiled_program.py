@@ -1,7 +1,7 @@
-"""A compiled program: the steps that a user has registered, by name, as the engine runs them.
+"""A compiled program: a user's registered steps, run by name on the engine.
 
-Weights are loaded once, to where every plan has them. States and carries have ranges of their own: a state keeps its rows
-from step to step, a carry its value from one step to the next one that declares it.
+Weights are loaded once; every plan has them at the same place. States and carries have ranges of their own: a state
+keeps its rows from step to step, a carry its value until the next step that declares it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from mosaic.runtime.executor import Executor
     from mosaic.runtime.held_values import HeldValues
 
-__all__ = ["CompiledProgram", "program_of"]
-
 Dims: TypeAlias = Mapping[str, Size]
 NO_DIMS: Final[Dims] = MappingProxyType({})
 NO_INPUTS: Final[Mapping[str, Tensor]] = MappingProxyType({})
@@ -53,20 +51,20 @@ def program_of(source: Program | Build) -> Program:
 class CompiledProgram(Face):
     """A program whose every byte is planned. Run its steps by name; see `mosaic.compile`, which makes it.
 
-    A step is planned and bound once for each size of its dims. Committed memory is the most that steps have needed. What
-    only earlier steps needed goes back on `trim`, and wherever a step would exceed the budget otherwise. Threads may share
-    a program: it serves one call at a time.
+    A step is planned and bound once for each size of its dims. The committed memory is the largest that steps have
+    needed. Memory that only earlier steps needed is given back by `trim`, and by a step that would otherwise exceed the
+    budget. Threads may share a program: it serves one call at a time.
 
     Parameters
     ----------
     planner
         Plans the program's steps, on the device and within the budgets.
     weights
-        By the buffers' `tensor`, or by their names; drawn at random if not given.
+        By the buffers' `tensor` field or name; random if not given.
     dims
-        Values of dims that follow from no input's shape, for every step; a call's own come before them.
+        Values, for every step, of dims that are no axis of an input; a call's own override them.
     config
-        Take these settings in every plan instead of searching; each step takes its own part of them.
+        Take these settings in every plan instead of searching; each step takes the settings that it has.
 
     Attributes
     ----------
@@ -108,15 +106,15 @@ class CompiledProgram(Face):
         super().__init__(Engine(planner, step, given=weights, config=config, capture=capture, debug=debug, seed=seed))
 
     def _graph(self, step: str) -> Graph:
-        """The graph of a phase or joined step, in the first option of every choice."""
+        """The graph of a phase or joined step, with the first option of every choice."""
         if step not in self._graphs:
             self._graphs[step] = self.program.graph(step, backend=self._backend)
         return self._graphs[step]
 
     def _smallest(self, step: str) -> dict[str, int]:
-        """The dims of a step as far as they are known, and 1 else: what weights do not depend on."""
+        """The known dims of a step, and 1 for unknown ones: weights do not depend on them."""
         found: dict[str, int] = {}
-        for name, info in reversed(self._graph(step).dims.items()):  # a bound comes before what it bounds
+        for name, info in reversed(self._graph(step).dims.items()):  # a dim that bounds another comes first
             bounded = (found[other] for other, known in self._graph(step).dims.items() if known.at_most == name)
             found[name] = info.value or self._dims.get(name) or max(bounded, default=1)
         return found
@@ -129,9 +127,9 @@ class CompiledProgram(Face):
         Parameters
         ----------
         step
-            A phase, a joined step or a bucketed one; not needed where there is one only.
+            A phase, a joined step or a bucketed one; may be left out if the program has one step.
         dims
-            A value for every dim that was not given to `compile`: a number, or like "128k".
+            A value, a number or like "128k", for every dim that was not given to `compile`.
 
         Raises
         ------
@@ -153,7 +151,7 @@ class CompiledProgram(Face):
         return name
 
     def _step(self, name: str, dims: Mapping[str, int]) -> ProgramStep:
-        """A step with the values of its dims; of a bucketed one in the buckets that do not exceed what bounds the dim."""
+        """A step with the values of its dims; of a bucketed one, with the buckets within the bound of its dim."""
         how = self.program.bucketed.get(name)
         if how is None:
             return ProgramStep(name=name, sizes=self._sizes(name, dims))
@@ -165,7 +163,7 @@ class CompiledProgram(Face):
         )
 
     def _sizes(self, graph: str, dims: Mapping[str, int]) -> dict[str, int]:
-        """Those of some dims that a graph has."""
+        """The given dims that a graph has."""
         known = self._graph(graph).dims
         absent = [name for name, info in known.items() if info.value is None and name not in dims]
         if absent:
@@ -187,30 +185,30 @@ class CompiledProgram(Face):
         """Run a step.
 
         A bucketed step runs its prefix, reads the count that it computed, and runs its suffix in the smallest bucket
-        that holds the count. All buckets are planned before that: where one does not fit, nothing is run.
+        that holds the count. All buckets are planned before that: if one does not fit, nothing is run.
 
         Parameters
         ----------
         step
             As for `plan`.
         inputs
-            By the names of the step's inputs, in their dtypes, on any device. Dims that are an axis of an input are read
-            from its shape. A bucketed step takes the inputs of both phases; one that both have goes to both.
+            By the names of the step's inputs, in their dtypes, on any device. Dims that are an axis of an input are
+            read from its shape. A bucketed step takes the inputs of both phases; an input of both is given once.
         dims
-            Values of other dims. A state has the rows that its shape says: what is beyond them is lost, new rows are zero.
+            Values of other dims. A state has as many rows as its shape says: rows beyond are lost, new rows zero.
 
         Returns
         -------
         dict
-            Outputs by name, of a bucketed step its suffix's: views of planned memory, valid until the next step; copies
-            where another thread may run one meanwhile.
+            Outputs by name; of a bucketed step, its suffix's. They are views of planned memory, valid until the next
+            step, or copies if another thread may run a step in between.
 
         Raises
         ------
         UsageError
-            If inputs or dims are missing, unknown or do not agree, or a carry that is read was not written before.
+            If inputs or dims are missing, unknown or disagree, or a carry is read that was not written before.
         BucketOverflow
-            If no bucket holds the count. The prefix has run by then, the suffix has not.
+            If no bucket holds the count. The prefix has run, the suffix has not.
         DoesNotFit
             If the step needs more than the budget.
         """
@@ -235,7 +233,7 @@ class CompiledProgram(Face):
         return {b.name: b.shape for b in self._graph(step).buffers if b.kind == "input"}
 
     def _dims_of(self, phases: Sequence[str], inputs: Mapping[str, Tensor], dims: Dims) -> dict[str, int]:
-        """The dims of a step: of the call, of the axes of its inputs, and of the program."""
+        """The dims of a step: from the call, the axes of its inputs, and the program."""
         found = {name: parse_tokens(value, what=f"the dim '{name}'") for name, value in dims.items()}
         said = dict.fromkeys(found, "dims")
         for name, dim, size in (entry for phase in phases for entry in self._axes(phase, inputs)):
@@ -300,13 +298,13 @@ class CompiledProgram(Face):
 
 @dataclass(frozen=True, kw_only=True)
 class _GivenStep(PackedStep):
-    """A step of a program and the inputs that a caller has given, which nobody keeps; `shared`: by two graphs."""
+    """A step of a program and the caller's inputs, which are not kept. `shared`: inputs that two graphs read."""
 
     inputs: Mapping[str, Tensor]
     shared: bool = False
 
     def check(self, records: PlanRecords, held: HeldValues) -> None:
-        """Make sure that it has what it reads: carries, and inputs in the plan's shapes and dtypes."""
+        """Make sure that the graph's carries hold values, and that its inputs have the plan's shapes and dtypes."""
         super().check(records, held)
         known = {b.name: b for b in records.buffers if b.kind == "input"}
         if not self.shared:
@@ -328,7 +326,7 @@ class _GivenStep(PackedStep):
             view.copy_(self.inputs[name])
 
     def prepare(self, executor: Executor) -> None:
-        """Leave all to `write`."""
+        """Do nothing: `write` copies the inputs."""
 
 
 def _require_known(given: Iterable[str], known: Collection[str]) -> None:

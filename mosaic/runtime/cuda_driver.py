@@ -1,7 +1,7 @@
-"""The CUDA driver's memory calls, thin and checked: what the pools of `cuda_pool` and `host_pool` ask of a device.
+"""The CUDA driver's memory calls, thin and checked; the pools of `cuda_pool` and `host_pool` use them.
 
 Every call that fails raises `CudaError` with the driver's name and code and what was asked. cuda-python is imported
-here alone, when a `CudaDriver` is made. Tests replace the protocol `Driver` by a stateful fake.
+here alone, when a `CudaDriver` is made. Tests replace it by a stateful fake.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mosaic.errors import MissingExtra, MosaicError, RuntimeMemoryError
 from mosaic.units import format_bytes
-
-__all__ = ["Addresses", "CudaDriver", "CudaError", "Driver", "bindings"]
 
 
 class CudaError(MosaicError):
@@ -26,9 +24,9 @@ class CudaError(MosaicError):
     Attributes
     ----------
     name, code
-        As the driver says them: "CUDA_ERROR_OUT_OF_MEMORY", 2.
+        The driver's error: "CUDA_ERROR_OUT_OF_MEMORY", 2.
     asked
-        What was asked: "create 32.00 MiB on cuda:0".
+        The request: "create 32.00 MiB on cuda:0".
 
     Examples
     --------
@@ -42,19 +40,19 @@ class CudaError(MosaicError):
 
 
 class Addresses:
-    """Addresses that a device can reach, in the form that `Driver.as_tensor` takes; kept by every tensor over them.
+    """Addresses that a device can reach, in the form that `CudaDriver.as_tensor` takes; kept by every tensor over them.
 
     Parameters
     ----------
     address, size
-        Where they start, and how many bytes.
+        Start, and number of bytes.
     owner
-        What must live as long.
+        An object to keep alive as long as this one.
     """
 
     def __init__(self, address: int, size: int, owner: object = None) -> None:
         self.owner = owner
-        # PyTorch reads it once, and keeps this object for as long as the storage.
+        # PyTorch reads it once, and keeps this object as long as the storage.
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (size,),
             "typestr": "|u1",
@@ -64,64 +62,11 @@ class Addresses:
         }
 
 
-class Driver(Protocol):
-    """Memory of one device, and host memory that it can reach. Sizes in bytes; each call raises `CudaError`."""
-
-    @property
-    def name(self) -> str:
-        """The device as PyTorch names it: "cuda:0"."""
-
-    def virtual_memory(self) -> bool:
-        """Say whether addresses and memory can be had apart."""
-
-    def granularity(self) -> int:
-        """Give the size that addresses and sizes of mappings are multiples of: 2 MiB on every card seen."""
-
-    def memory_info(self) -> tuple[int, int]:
-        """Give free and total bytes, of all processes."""
-
-    def reserve(self, size: int) -> int:
-        """Reserve addresses without memory behind them."""
-
-    def free_addresses(self, address: int, size: int) -> None:
-        """End a reservation, of which nothing may be mapped any more."""
-
-    def create(self, size: int) -> int:
-        """Take physical memory and give a handle that keeps it."""
-
-    def release(self, handle: int) -> None:
-        """Drop a handle; the memory goes back when no mapping of it is left either."""
-
-    def map(self, address: int, size: int, handle: int) -> None:
-        """Put memory behind reserved addresses; access to it is still denied."""
-
-    def set_access(self, address: int, size: int) -> None:
-        """Let the device read and write mapped addresses."""
-
-    def unmap(self, address: int, size: int) -> None:
-        """Undo exactly one `map`. Not ordered against streams: drain them first."""
-
-    def host_register(self, address: int, size: int) -> None:
-        """Pin whole pages of host memory and let every device reach them; a copy must lie inside one registration."""
-
-    def host_unregister(self, address: int) -> None:
-        """Undo the registration that starts at `address`. Not ordered against streams: drain them first."""
-
-    def host_device_pointer(self, address: int) -> int:
-        """Give the address at which the device sees registered host memory."""
-
-    def synchronize(self) -> None:
-        """Wait until all streams of the context are empty."""
-
-    def as_tensor(self, memory: object) -> Tensor:
-        """View an object with `__cuda_array_interface__`, which lives as long as the tensor; no copy."""
-
-
 class CudaDriver:
-    """The driver of this machine, through cuda-python.
+    """The driver of this machine, through cuda-python: memory of one device, and host memory that it can reach, sizes in bytes.
 
-    The primary context, which PyTorch uses too, is retained for the life of the process, and current only during our
-    own calls.
+    The primary context, which PyTorch uses too, is retained for the life of the process, and is current only during
+    this class's own calls.
 
     Parameters
     ----------
@@ -160,7 +105,7 @@ class CudaDriver:
 
     @property
     def name(self) -> str:
-        """The device as PyTorch names it."""
+        """The device as PyTorch names it: "cuda:0"."""
         return self._name
 
     def _call(self, answer: tuple[Any, ...], asked: str) -> Any:
@@ -172,7 +117,7 @@ class CudaDriver:
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """Make the context current and restore what was: the caller's thread may work on another device."""
+        """Make the context current and restore the previous one: the caller's thread may work on another device."""
         self._call(self._cuda.cuCtxPushCurrent(self._context), "make the context current")
         try:
             yield
@@ -180,77 +125,77 @@ class CudaDriver:
             self._call(self._cuda.cuCtxPopCurrent(), "restore the context")
 
     def virtual_memory(self) -> bool:
-        """Read CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED."""
+        """Say whether addresses and memory can be had apart."""
         attribute = self._cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         return bool(self._call(self._cuda.cuDeviceGetAttribute(attribute, self._device), "ask for virtual memory"))
 
     def granularity(self) -> int:
-        """Call cuMemGetAllocationGranularity."""
+        """Give the size that addresses and sizes of mappings are multiples of: 2 MiB on every card seen."""
         minimum = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self._call(self._cuda.cuMemGetAllocationGranularity(self._property, minimum), "ask the granularity"))
 
     def memory_info(self) -> tuple[int, int]:
-        """Call cuMemGetInfo."""
+        """Give free and total bytes, of all processes."""
         with self._current():
             error, free, total = self._cuda.cuMemGetInfo()
             self._call((error,), "read the free memory")
             return int(free), int(total)
 
     def reserve(self, size: int) -> int:
-        """Call cuMemAddressReserve."""
+        """Reserve addresses without memory behind them."""
         return int(self._call(self._cuda.cuMemAddressReserve(size, 0, 0, 0), f"reserve {format_bytes(size)}"))
 
     def free_addresses(self, address: int, size: int) -> None:
-        """Call cuMemAddressFree."""
+        """End a reservation in which nothing is mapped."""
         self._call(self._cuda.cuMemAddressFree(address, size), f"free the addresses {_span(address, size)}")
 
     def create(self, size: int) -> int:
-        """Call cuMemCreate: pinned to the device, not exported."""
+        """Take physical memory, pinned to the device, and give a handle that keeps it."""
         return int(self._call(self._cuda.cuMemCreate(size, self._property, 0), f"create {format_bytes(size)}"))
 
     def release(self, handle: int) -> None:
-        """Call cuMemRelease."""
+        """Drop a handle; the memory goes back when no mapping of it is left either."""
         self._call(self._cuda.cuMemRelease(handle), f"release handle {handle:#x}")
 
     def map(self, address: int, size: int, handle: int) -> None:
-        """Call cuMemMap."""
+        """Put memory behind reserved addresses; access to it is still denied."""
         self._call(self._cuda.cuMemMap(address, size, 0, handle, 0), f"map {_span(address, size)}")
 
     def set_access(self, address: int, size: int) -> None:
-        """Call cuMemSetAccess for this device alone."""
+        """Let the device, and no other, read and write mapped addresses."""
         self._call(
             self._cuda.cuMemSetAccess(address, size, [self._access], 1), f"allow access to {_span(address, size)}"
         )
 
     def unmap(self, address: int, size: int) -> None:
-        """Call cuMemUnmap."""
+        """Undo exactly one `map`. Not ordered against streams: drain them first."""
         self._call(self._cuda.cuMemUnmap(address, size), f"unmap {_span(address, size)}")
 
     def host_register(self, address: int, size: int) -> None:
-        """Call cuMemHostRegister, portable and mapped."""
+        """Pin whole pages of host memory and let every device reach them; a copy must lie inside one registration."""
         cuda = self._cuda
         flags = int(cuda.CU_MEMHOSTREGISTER_PORTABLE) | int(cuda.CU_MEMHOSTREGISTER_DEVICEMAP)
         with self._current():
             self._call(cuda.cuMemHostRegister(address, size, flags), f"register the host's {_span(address, size)}")
 
     def host_unregister(self, address: int) -> None:
-        """Call cuMemHostUnregister."""
+        """Undo the registration that starts at `address`. Not ordered against streams: drain them first."""
         with self._current():
             self._call(self._cuda.cuMemHostUnregister(address), f"unregister the host's {address:#x}")
 
     def host_device_pointer(self, address: int) -> int:
-        """Call cuMemHostGetDevicePointer."""
+        """Give the address at which the device sees registered host memory."""
         with self._current():
             answer = self._cuda.cuMemHostGetDevicePointer(address, 0)
             return int(self._call(answer, f"ask where the device sees the host's {address:#x}"))
 
     def synchronize(self) -> None:
-        """Call cuCtxSynchronize."""
+        """Wait until all streams of the context are empty."""
         with self._current():
             self._call(self._cuda.cuCtxSynchronize(), "wait for all streams")
 
     def as_tensor(self, memory: object) -> Tensor:
-        """View through PyTorch; uint8 is what the interface can carry, bfloat16 it cannot name."""
+        """View an object with `__cuda_array_interface__`, which lives as long as the tensor; uint8, as it cannot name bfloat16."""
         return torch.as_tensor(memory, dtype=torch.uint8, device=self._name)
 
 

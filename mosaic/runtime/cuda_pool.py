@@ -1,4 +1,4 @@
-"""The page pool of a CUDA device, with the interface of `page_pool`: ranges of addresses of which a prefix is memory.
+"""The page pool of a CUDA device, with the interface of `page_pool`: address ranges of which a prefix is memory.
 
 A range never moves. It grows and shrinks by mapping and unmapping physical chunks, and never while a CUDA graph is captured.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from mosaic.errors import RuntimeMemoryError
-from mosaic.runtime.cuda_driver import Driver
+from mosaic.runtime.cuda_driver import CudaDriver
 from mosaic.runtime.cuda_range import CudaMemoryError, CudaRange
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.range_pool import RangePool
@@ -17,10 +17,10 @@ from mosaic.runtime.range_pool import RangePool
 __all__ = ["CudaMemoryError", "CudaPool", "CudaRange"]
 
 VOLATILE: Final = frozenset({"workspace"})
-"""Ranges whose contents nobody needs after a resize: a plan writes its whole workspace in every call."""
+"""Ranges whose contents need not survive a resize: a plan writes its whole workspace in every call."""
 
 
-class CudaPool(RangePool[CudaRange]):
+class CudaPool(RangePool):
     """The ranges of one CUDA device, charged to one ledger. See `CudaRange`.
 
     Parameters
@@ -34,7 +34,7 @@ class CudaPool(RangePool[CudaRange]):
     synchronize
         Waits for all work that can touch the ranges; the driver's wait for the whole context if not given.
     volatile
-        Names of ranges whose contents nobody needs after a resize.
+        Names of ranges whose contents need not survive a resize.
 
     Raises
     ------
@@ -53,7 +53,7 @@ class CudaPool(RangePool[CudaRange]):
 
     def __init__(
         self,
-        driver: Driver,
+        driver: CudaDriver,
         ledger: DeviceLedger | None = None,
         *,
         page_bytes: int | None = None,
@@ -74,27 +74,27 @@ class CudaPool(RangePool[CudaRange]):
         self.mark()
 
     def mark(self) -> None:
-        """Take the driver's counter and the ledger, as they are, as the start of what `verify` compares."""
+        """Note the driver's counter and the ledger as the start of the next `verify`."""
         self._marked = (self._driver.memory_info()[0], self.ledger.committed_bytes)
 
     def verify(self, allowed_bytes: int = 0) -> int:
-        """Compare what the ledger and the driver's counter of free memory say was taken since `mark`.
+        """Compare the bytes taken since `mark`, by the ledger and by the driver's counter of free memory.
 
         Parameters
         ----------
         allowed_bytes
-            How far they may differ. The driver counts all processes and all of this one: PyTorch's allocator, and
-            modules that load with the first launch of a kernel; mark again after such.
+            The largest difference allowed. The driver counts all processes and all libraries of this one: PyTorch's
+            allocator, and modules that load at a kernel's first launch. Call `mark` again after such a load.
 
         Returns
         -------
         int
-            Bytes taken by the driver's account and not by the ledger's; negative if the ledger has more.
+            Bytes taken by the driver's counter minus bytes by the ledger.
 
         Raises
         ------
         RuntimeMemoryError
-            If they differ by more.
+            If the difference is larger.
         """
         free, committed = self._marked
         taken, charged = free - self._driver.memory_info()[0], self.ledger.committed_bytes - committed

@@ -1,6 +1,6 @@
-"""CudaRange: device addresses reserved once, of which a prefix is memory, but for holes, mapped in chunks. It never moves.
+"""CudaRange: device addresses reserved once, of which a prefix, except holes, is backed by memory mapped in chunks.
 
-Growth is all or nothing; streams are drained before anything is unmapped.
+The range never moves. Growth is all or nothing. Streams are drained before anything is unmapped.
 """
 
 from __future__ import annotations
@@ -16,34 +16,33 @@ from typing import Final
 from torch import Tensor
 
 from mosaic.errors import RuntimeMemoryError
-from mosaic.runtime.cuda_driver import Addresses, CudaError, Driver
+from mosaic.runtime.cuda_driver import Addresses, CudaDriver, CudaError
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
-from mosaic.runtime.spans import Span, Spans, inner_pages, joined, total, without
+from mosaic.runtime.range_pool import Range
+from mosaic.runtime.spans import Span, Spans, joined, total, without
 from mosaic.units import MIB, format_bytes, round_up
-
-__all__ = ["CHUNK_BYTES", "CudaMemoryError", "CudaRange"]
 
 _log = logging.getLogger(__name__)
 
 
 CHUNK_BYTES: Final = 512 * MIB
-"""The largest piece of physical memory. A piece costs the same whatever its size: on an H200 4 GiB were mapped in 0.9 ms by
-pieces of 512 MiB, in 122 ms by 2 MiB. A larger one would not be felt, and what is kept of one goes through the host
-when the rest goes back."""
+"""The largest piece of physical memory. The cost is per piece: on an H200 mapping 4 GiB took 0.9 ms in pieces of 512
+MiB and 122 ms in pieces of 2 MiB. Larger pieces would gain little, and the kept part of a piece that shrinks is copied
+through the host."""
 
 
 class CudaMemoryError(RuntimeMemoryError):
-    """The driver refused memory, or to take it back.
+    """The driver refused to give memory, or to take it back.
 
     Attributes
     ----------
     asked_bytes
-        What the call wanted on top, or back.
+        Bytes of the call, given or taken back.
     committed_bytes
         What the range holds now.
     free_bytes
-        What the driver says is free on the device; None if it does not answer.
+        The driver's count of free bytes on the device; None if it does not answer.
     """
 
     def __init__(self, message: str, *, asked_bytes: int, committed_bytes: int, free_bytes: int | None) -> None:
@@ -51,8 +50,8 @@ class CudaMemoryError(RuntimeMemoryError):
         super().__init__(message)
 
 
-def _abandon(driver: Driver, address: int, size: int, chunks: dict[int, int]) -> None:
-    """End a reservation, also of a range that nobody closed. Nothing can be raised from here."""
+def _abandon(driver: CudaDriver, address: int, size: int, chunks: dict[int, int]) -> None:
+    """End the reservation of a range, closed or not. Finalizers cannot raise, so a failure is logged."""
     try:
         if chunks:
             driver.synchronize()
@@ -63,20 +62,12 @@ def _abandon(driver: Driver, address: int, size: int, chunks: dict[int, int]) ->
         _log.debug("%s keeps %s of addresses until the process ends: %s", driver.name, format_bytes(size), error)
 
 
-class CudaRange:
-    """A reservation of device addresses, of which the prefix `[0, end_bytes)` is memory, but for holes. It never moves.
-
-    Made by `CudaPool.reserve`. Touching more than the committed bytes is an illegal address, by design. Tensors keep
-    the addresses reserved after `close`, never the memory.
+class CudaRange(Range):
+    """A range of a device's memory. Touching it beyond the committed bytes is an illegal address.
 
     Memory is mapped in chunks as large as a growth, up to `CHUNK_BYTES`, and a chunk goes back whole. Shrinking into the
     middle of one, or a hole in it, replaces it by chunks of what is kept, so that the committed bytes are exact. Contents that
     are kept cross to the host and back, unless they may go (`volatile`).
-
-    Attributes
-    ----------
-    changes
-        How often memory was added or given back.
     """
 
     def __init__(
@@ -85,20 +76,16 @@ class CudaRange:
         capacity_bytes: int,
         ledger: DeviceLedger,
         page_bytes: int,
-        driver: Driver,
+        driver: CudaDriver,
         synchronize: Callable[[], None],
         volatile: bool,
     ) -> None:
-        self.name, self.page_bytes = name, page_bytes
-        self.capacity_bytes = round_up(max(capacity_bytes, 1), page_bytes)
-        self.committed_bytes = self.changes = 0
-        self._ledger, self._driver = ledger, driver
-        self._closed = False
+        super().__init__(name, capacity_bytes, ledger, page_bytes)
+        self._driver = driver
         self._tensor: Tensor | None = None
         self._synchronize, self._volatile = synchronize, volatile
         self._chunks: dict[int, int] = {}  # address -> size
         self._saved: list[tuple[int, Tensor]] = []  # contents that await memory: (first byte, on the host)
-        self._committed: Spans = ()  # what they cover of the range
         self._owed: list[tuple[list[Callable[[], None]], int]] = []  # undoing calls that failed, bytes they return
         with interrupts_held():
             try:
@@ -108,8 +95,8 @@ class CudaRange:
                     "reserve addresses for", self.capacity_bytes, "nothing was changed", error
                 ) from error
             self._addresses: Addresses | None = Addresses(self.address, self.capacity_bytes)
-            # The addresses go back when the last tensor over them is gone: a stray view faults, it never sees foreign
-            # memory. Not at exit, when the driver is going away by itself.
+            # The addresses are freed when the last tensor over them is gone: a stray view faults, it never sees foreign
+            # memory. Not at exit, when the driver is being torn down.
             self._abandoned = weakref.finalize(
                 self._addresses, _abandon, driver, self.address, self.capacity_bytes, self._chunks
             )
@@ -122,64 +109,17 @@ class CudaRange:
 
     @property
     def tensor(self) -> Tensor:
-        """The range as a uint8 tensor on the device, zero-copy; made when it is first asked for."""
+        """The range as a uint8 tensor on the device, zero-copy; made on first use."""
         if self._closed:
             raise RuntimeMemoryError(f"the range {self.name} is closed: compile the model again.")
         if self._tensor is None:
             self._tensor = self._driver.as_tensor(self._addresses)
         return self._tensor
 
-    @property
-    def device_tensor(self) -> Tensor:
-        """The same as `tensor`: it is on the device already."""
-        return self.tensor
-
-    @property
-    def end_bytes(self) -> int:
-        """Where the last byte that is memory ends."""
-        return self._committed[-1][1] if self._committed else 0
-
-    def _pages(self, end: int, holes: Spans) -> Spans:
-        """The pages of `[0, end)` that are not inside of holes."""
-        return without([(0, end)], inner_pages(holes, self.page_bytes))
-
     # --- growing --------------------------------------------------------------------------------------------------
 
-    def _end(self, num_bytes: int) -> int:
-        end = round_up(num_bytes, self.page_bytes)
-        if self._closed or end > self.capacity_bytes:
-            self._ledger.require(self.name, end - self.committed_bytes)
-            raise RuntimeMemoryError(
-                f"{self.name}: {num_bytes:,} bytes asked for, the range holds "
-                f"{0 if self._closed else self.capacity_bytes:,} at most: reserve a larger one."
-            )
-        return end
-
-    def commit(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
-        """Back `[0, num_bytes)`, rounded up to pages, with memory. All or nothing.
-
-        Parameters
-        ----------
-        num_bytes
-            How far memory has to reach.
-        holes
-            Bytes `[start, end)`, sorted, that need not be memory: the whole pages inside are left as they are.
-        populate
-            For the interface: memory of a device is always populated. Its contents are undefined.
-
-        Raises
-        ------
-        DoesNotFit
-            If the ledger's budget does not allow it.
-        CudaMemoryError
-            If the driver refuses; nothing was changed then.
-        """
-        missing = without(self._pages(self._end(num_bytes), holes), self._committed)
-        if missing:
-            self._grow(missing)
-
-    def _grow(self, missing: Spans) -> None:
-        """Map spans of the range, with what was saved of them; whatever fails, what was mapped goes back."""
+    def _grow(self, missing: Spans, populate: bool = True) -> None:
+        """Map spans of the range and restore their saved contents; on failure, unmap all that this call mapped."""
         size = total(missing)
         try:
             with interrupts_held() as raise_pending, ExitStack() as undo:
@@ -205,7 +145,7 @@ class CudaRange:
             raise self._refused("add", size, state, error) from error
 
     def _map(self, address: int, size: int) -> None:
-        """Put fresh memory behind addresses; the mapping alone keeps it, so that unmapping frees it."""
+        """Map fresh memory at addresses and drop its handle, so that unmapping frees it."""
         driver, undo = self._driver, list[Callable[[], None]]()
         try:
             handle = driver.create(size)
@@ -218,7 +158,7 @@ class CudaRange:
             raise
 
     def _take_back(self, calls: list[Callable[[], None]], size: int) -> None:
-        """Undo a chunk. Calls that fail are owed, and its bytes stay charged: the device still holds them."""
+        """Undo a chunk. Failed calls go to `_owed`, and the chunk stays charged: the device still holds it."""
         failed = []
         for call in calls:
             try:
@@ -229,11 +169,11 @@ class CudaRange:
             self._owed.append((failed, size))
 
     def _release(self, size: int) -> None:
-        """Release the charge of a growth but for what is owed; before it nothing was."""
+        """Release the charge of a growth, except for the bytes in `_owed`, which was empty before the growth."""
         self._ledger.release(self.name, size - sum(owed for _, owed in self._owed))
 
     def _settle(self) -> None:
-        """Make the undoing calls that failed; the first that fails again raises CudaError."""
+        """Repeat the undoing calls that failed; raise CudaError at the first that fails again."""
         while self._owed:
             calls, size = self._owed[0]
             while calls:
@@ -252,7 +192,7 @@ class CudaRange:
         Raises
         ------
         CudaMemoryError
-            If the driver refuses. What went back by then is off the range and off the ledger; call again.
+            If the driver refuses. Memory freed until then is off the range and the ledger; call again for the rest.
         """
         unwanted = without(self._committed, self._pages(round_up(num_bytes, self.page_bytes), holes))
         if not unwanted:
@@ -270,7 +210,7 @@ class CudaRange:
                 raise self._refused("take back", left, "of which the contents are intact", error) from error
 
     def _kept(self, unwanted: Spans) -> dict[tuple[int, int], Spans]:
-        """What is kept of each chunk that has any unwanted bytes."""
+        """The kept spans of each chunk that has bytes to free."""
         starts, ends = [start for start, _ in unwanted], [end for _, end in unwanted]
         found: dict[tuple[int, int], Spans] = {}
         for chunk in self._chunks.items():
@@ -284,7 +224,7 @@ class CudaRange:
         return chunk[0] - self.address, chunk[0] - self.address + chunk[1]
 
     def _unmap(self, chunks: Sequence[tuple[int, int]]) -> None:
-        """Unmap chunks and note all that went, also where the driver refuses one."""
+        """Unmap chunks and record each one that is unmapped, also if the driver refuses a later one."""
         gone: list[tuple[int, int]] = []
         try:
             for chunk in chunks:
@@ -298,7 +238,7 @@ class CudaRange:
                 self._count(without(self._committed, joined(map(self._span, gone))))
 
     def _cut(self, chunk: tuple[int, int], kept: Spans) -> None:
-        """Replace a chunk by memory for `kept` of it. Where that is refused, the contents are there once it is committed."""
+        """Replace a chunk by memory for `kept` of it. If refused, the next commit of the span restores it."""
         saved = (
             [] if self._volatile else [(first, self.tensor[first:last].to("cpu", copy=True)) for first, last in kept]
         )
@@ -307,7 +247,7 @@ class CudaRange:
         self._grow(kept)
 
     def _restore(self, fresh: Spans) -> None:
-        """Fill fresh memory with what was saved of it."""
+        """Copy saved contents into fresh memory."""
         waiting = []
         for first, contents in self._saved:
             saved = [(first, first + len(contents))]
@@ -318,18 +258,8 @@ class CudaRange:
         self._saved = waiting
 
     def _count(self, committed: Spans) -> None:
-        self._committed, self.committed_bytes = committed, total(committed)
+        self._committed = committed
         self.changes += 1
-
-    def resize(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
-        """Commit and decommit so that exactly `[0, num_bytes)`, rounded up to pages, has memory, except `holes`."""
-        self._end(num_bytes)
-        self.decommit(num_bytes, holes=holes)
-        self.commit(num_bytes, holes=holes, populate=populate)
-
-    def resident_bytes(self) -> int:
-        """Give the bytes in physical memory: what is committed. `verify` asks the driver's own counter."""
-        return self.committed_bytes
 
     def _refused(self, asked: str, size: int, state: str, error: CudaError) -> CudaMemoryError:
         try:
@@ -352,8 +282,8 @@ class CudaRange:
         Raises
         ------
         CudaMemoryError
-            If the driver refuses, as it does when the device is lost. The range is closed all the same; what could
-            not be given back stays charged, and comes free when the process ends.
+            If the driver refuses, as it does when the device is lost. The range is closed nevertheless; memory that
+            could not be freed stays charged until the process ends.
         """
         if self._closed:
             return

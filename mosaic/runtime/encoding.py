@@ -1,4 +1,4 @@
-"""Weights that a scheme stores in parts: made of a checkpoint's tensors, one at a time, in host memory."""
+"""Weights that a scheme stores in parts: encoded from a checkpoint's tensors, one at a time, in host memory."""
 
 from __future__ import annotations
 
@@ -10,27 +10,25 @@ from torch import Tensor
 from mosaic.models.safetensors import is_stack, members
 from mosaic.registrar.schemes.scheme import PART, Scheme, part_of
 
-__all__ = ["encode_weights", "plain_weights"]
-
 
 def plain_weights(views: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights that are stored as checkpoints have them."""
+    """Return the weights that are stored unencoded, as the checkpoint has them."""
     return {tensor: view for tensor, view in views.items() if not part_of(tensor)[1]}
 
 
 def encode_weights(
     views: Mapping[str, Tensor], scheme: Scheme, dtype: torch.dtype, write: Callable[[str, Tensor], object]
 ) -> None:
-    """Fill the parts of every matrix that is stored in parts.
+    """Encode every matrix that a scheme stores in parts.
 
     Parameters
     ----------
-    views
+    All weights of a plan, by their `tensor`; the parts are written.
         All weights of a plan, by their `tensor`; those of parts are written.
     dtype
-        That matrices are encoded from.
+        The dtype that matrices are encoded from.
     write
-        Writes a checkpoint's tensor, by its name, into a CPU tensor of its shape.
+        Writes a checkpoint's tensor, by its name, into a CPU tensor of the same shape.
     """
     for source, shape in scheme.sources((tensor, tuple(view.shape)) for tensor, view in views.items()):
         if source in views or scheme.encode is None:

@@ -1,4 +1,4 @@
-"""The engine that models and programs run on: plans, weights, states, memory and executors of a device; one caller at a time."""
+"""The engine of models and programs: plans, weights, states and executors of one device, for one caller at a time."""
 
 from __future__ import annotations
 
@@ -43,23 +43,22 @@ if TYPE_CHECKING:
     from mosaic.planner.plan_records import PlanRecords
     from mosaic.planner.planner import Planner, SizedStep
 
-__all__ = ["Engine", "Ran"]
-
 KEPT_EXECUTORS: Final = 128
-"""Executors that are kept: views and calls, which take memory of the host alone. Bytes bound their graphs (`GraphMemory`)."""
+"""Executors that are kept: they take host memory only. The bytes of their graphs are bounded by `GraphMemory`."""
 KEPT_SIZES: Final = 256
-"""Sizes of steps of two graphs of which it is known that all their graphs have plans."""
+"""Remembered sizes of two-graph steps all of whose graphs have plans."""
 CAPTURED_MS: Final = 500.0
-"""Longest predicted step that is captured into a CUDA graph: launches of longer ones hide behind their kernels."""
+"""Longest predicted step, in milliseconds, that is captured: a longer step hides its launches behind its kernels."""
 _log = logging.getLogger(__name__)
 
 
 class Ran(NamedTuple):
-    """A step that was given to the device.
+    """A step that was launched.
 
-    `outputs` by name are valid until the next step. Where its second graph waits for a size, they are the count alone, and `again`
-    takes it and gives the step with that graph run. Where the size was guessed, `again` takes the count that has come with the
-    outputs: it gives None if the size was enough, and else the step with that graph run again, larger.
+    `outputs` by name are valid until the next step. While the second graph waits for its size they are the count alone,
+    and `again` takes the count, runs that graph and gives its step. If the size was guessed, `again` takes the count
+    that came with the outputs and gives None if the size was enough, else the step whose second graph ran again,
+    larger.
     """
 
     outputs: Mapping[str, Tensor]
@@ -68,23 +67,23 @@ class Ran(NamedTuple):
 
 
 class Engine:
-    """What runs the steps of one model or program. Whoever calls it holds the turn.
+    """Runs the steps of one model or program. Its callers hold the turn.
 
     Parameters
     ----------
     planner
         As the caller asked for it.
     first
-        The step that weights are loaded for: to where its plan wants them.
+        The step whose plan decides where weights are loaded.
     given
-        A model's own parameters by name, taken without a copy; or weights of a program, which are copied. The model's own weights
-        are loaded, a program's drawn at random, if not given.
+        A model's own parameters by name, adopted without a copy; or a program's weights, which are copied. If not
+        given, a model's weights are loaded from its directory and a program's are drawn at random.
     config
         Settings that every plan takes instead of searching.
     capture
         Replay short steps from CUDA graphs.
     threads
-        On a CPU, the threads that operations of a model's step may use.
+        CPU only: the threads that operations of a model's step may use.
     debug
         As for `Executor`.
     seed
@@ -93,23 +92,23 @@ class Engine:
     Attributes
     ----------
     planner
-        As it was given; that of `plans` knows where the weights are.
+        The planner as given; `plans.planner` is the one with the weights where they are.
     plans
-        The plans of its steps.
+        The plans of the steps.
     weights
-        Where its weights are.
+        The weights and their places.
     workspace
-        Its memory.
+        The memory of the device.
     turns
-        One thread at a time has it.
+        The lock that a thread holds while it uses the engine.
     current
         The plan of the last step.
     held
-        What states and carries hold.
+        The values that states and carries hold.
     shared
-        What the requests of each session come to share: one session admits what leaves room for the steps of all.
+        The steps that the requests of each session may share; admission leaves room for the steps of all sessions.
     unsettled
-        Of the last step, if its second graph has yet to run, or may have to again: what waits until it has.
+        The last step, while its second graph has yet to run or may have to run again.
     """
 
     def __init__(
@@ -168,7 +167,7 @@ class Engine:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait for other threads, and make sure that it is open."""
+        """Take the turn, and make sure that the engine is open."""
         with self.turns:
             if not self._open:
                 what = "model" if self.planner.program is None else "program"
@@ -176,13 +175,13 @@ class Engine:
             yield
 
     def sharing(self) -> SharedSizes:
-        """Start to count what the live requests of one session come to share, beside the other sessions'."""
+        """Return a counter of the steps that the live requests of one session may share."""
         return SharedSizes(self.shared)
 
     # --- states ---------------------------------------------------------------------------------------------------
 
     def table(self, state: State) -> RowTable:
-        """Return the table of who owns which rows of a state.
+        """Return the table of a state's owners and rows.
 
         Raises
         ------
@@ -204,11 +203,11 @@ class Engine:
 
     @property
     def states(self) -> dict[State, int]:
-        """Rows of each state that are in use."""
+        """Rows of each state in use."""
         return {state: table.rows for state, table in self._tables.items()}
 
     def states_with(self, more: Mapping[State, int]) -> dict[State, int]:
-        """Return the rows of each state once `more` are taken: those that nobody owns are handed out first."""
+        """Return the rows of each state after `more` are reserved; free rows are handed out first."""
         found = dict.fromkeys(more, 0) | self.states
         for state, count in more.items():
             free = self._tables[state].free if state in self._tables else ()
@@ -216,7 +215,7 @@ class Engine:
         return found
 
     def scattered(self, sizes: Iterable[StepSize]) -> list[StepSize]:
-        """Return the same steps where the rows of their sequences lie in as many extents as they may come to lie in."""
+        """Return the same steps with as many extents of rows as their sequences may come to have."""
         found, now = [], {state: table.most_extents(0) for state, table in self._tables.items()}
         for size in sizes:
             kept = size.phase.cache.kept
@@ -234,9 +233,9 @@ class Engine:
         DoesNotFit
             If it needs more than the budget.
         BucketOverflow
-            If its second graph has no size for the rows that its first one keeps.
+            If the second graph has no size for the rows that the first one keeps.
         UsageError
-            If a carry that it reads was not written before, or it lacks inputs.
+            If the step reads a carry that was not written before, or an input is missing.
         """
         if self.unsettled is not None:
             self.settle()
@@ -244,17 +243,17 @@ class Engine:
         return self._run(step, config) if step.size.bucketed is None else self._run_two(step, config)
 
     def prepare(self, step: PackedStep) -> None:
-        """Write what a step takes to where it is copied from, if it is bound; nothing that a step before it reads changes."""
+        """Write a step's inputs to the pinned image that the device copies from, if the step is bound."""
         bound = self._bound.get((step.key, None))
         if bound is not None and step.size.bucketed is None:
             step.prepare(bound[1])
 
     def _run(self, step: PackedStep, config: Settings | None) -> Ran:
-        """Run one graph. What it lacks is found before anything changes."""
+        """Run one graph; missing inputs raise before anything changes."""
         key = step.key, None if config is None else tuple(sorted((name, repr(value)) for name, value in config.items()))
         bound = self._bound.get(key)
         plan = self.plans.plan(step.size, config) if bound is None else bound[0]
-        if bound is None and not self.weights.serves(plan):  # a move drops all that is bound
+        if bound is None and not self.weights.serves(plan):  # moving the weights drops all executors
             self._move(plan)
         records = plan.records if bound is None else bound[1].records
         step.check(records, self.held)
@@ -275,7 +274,7 @@ class Engine:
         return Ran(executor.outputs, plan)
 
     def _bind(self, plan: Plan, size: SizedStep, key: Hashable) -> Executor:
-        """Bind a plan; its executor is kept for the steps that it serves again."""
+        """Bind a plan; its executor is kept for later steps of the same plan."""
         executor = Executor(
             plan, self.workspace, tensors=self.weights.adopted, weights=self.weights.places, debug=self.debug,
             streams=self._streams, capture=self._capture and plan.predicted_step_ms <= CAPTURED_MS, graphs=self._graphs,
@@ -285,18 +284,18 @@ class Engine:
         return executor
 
     def _serves_again(self, plan: Plan, size: SizedStep) -> bool:
-        """Whether a plan is for the rounded size; one for the exact numbers serves no other step."""
+        """Whether a plan is for the rounded size; a plan for the exact numbers serves no other step."""
         asked = size.rounded().dims(self.planner.architecture).items()
         return all(plan.dims.get(name, value) == value for name, value in asked)
 
     def _zero_new_rows(self, records: PlanRecords) -> None:
-        """Zero the rows that a program's states have in this plan and had not before. A model's are their owners'."""
+        """Zero the rows that a program's states gain by this plan. Owners write the rows of a model's states."""
         for pool, size in records.held_states.items():
             if new := size - self.held[pool]:
                 self.workspace.view(pool, self.held[pool], (new,), "uint8").zero_()
 
     def _poison_fresh_rows(self) -> None:
-        """Fill rows that were handed out since the last step: whoever reads them before they are written gets NaN."""
+        """Fill rows that were handed out since the last step with NaN, so that reading them unwritten shows."""
         for state, spans in self._fresh.items():
             table, size = self._tables[state], self._memory.row_bytes.get(self._tables[state].pool)
             if size is None:
@@ -306,24 +305,24 @@ class Engine:
             spans.clear()
 
     def settle(self) -> None:
-        """Wait for the last step where its second graph has yet to run, or may have to again: what it takes is still there."""
+        """Finish the last step if its second graph has yet to run or may have to run again, while its inputs exist."""
         waiting, self.unsettled = self.unsettled, None
         if waiting is not None:
             try:
                 waiting()
-            except BaseException:  # who is interrupted has not run it
+            except BaseException:  # interrupted: it still has to run
                 self.unsettled = waiting
                 raise
 
     @property
     def executors(self) -> tuple[Executor, ...]:
-        """The executors that are kept, in the order of their last use."""
+        """The executors that are kept, least recently used first."""
         return tuple(executor for _, executor in self._bound.values())
 
     def lend(self, outputs: Collection[Tensor]) -> bool:
-        """Lend views of outputs to a caller, until the next step; False where the caller has to get copies.
+        """Lend views of outputs to a caller until the next step; return False if the caller must get copies.
 
-        It has to where another thread may have a turn before the caller's next one.
+        Copies are needed if another thread may run a step before the caller's next one.
         """
         alone = self.turns.is_alone
         if alone and self._on_cuda:
@@ -333,7 +332,7 @@ class Engine:
     # --- steps of two graphs --------------------------------------------------------------------------------------
 
     def _run_two(self, step: PackedStep, config: Settings | None) -> Ran:
-        """Run the first graph, and the second at the size that the first asks for, or that steps before have needed."""
+        """Run the first graph, and the second at the size that the first computed or that was guessed."""
         size, buckets = step.size, step.buckets
         how = size.bucketed
         assert how is not None
@@ -344,14 +343,14 @@ class Engine:
             kept = next((kept for kept in buckets if expected is not None and kept >= expected), buckets[-1])
             again = partial(self._again, size, step, config, kept)
             return self._run(step.graph(kept), config)._replace(again=again)
-        if isinstance(size, StepSize) and buckets[0] >= size.tokens:  # there is one, which holds all rows
+        if isinstance(size, StepSize) and buckets[0] >= size.tokens:  # the only bucket holds all rows
             return self._run(step.graph(buckets[0]), config)
         if config is None and step.key in self._last_kept:
-            self.prepare(step.graph(self._last_kept[step.key]))  # the most likely one, while the first graph runs
+            self.prepare(step.graph(self._last_kept[step.key]))  # the likeliest bucket, while the first graph runs
         return Ran({COUNT: found.outputs[how.count]}, found.plan, partial(self._sized, step, config))
 
     def _sized(self, step: PackedStep, config: Settings | None, count: int) -> Ran:
-        """Run the second graph at the size that the first asks for."""
+        """Run the second graph at the size that the first one computed."""
         how = step.size.bucketed
         assert how is not None
         kept = how.bucket(count, step.buckets)
@@ -360,8 +359,8 @@ class Engine:
         return self._run(step.graph(kept), config)
 
     def _require_all(self, size: SizedStep, config: Settings | None) -> bool:
-        """Make sure that all graphs of a step have plans before anything of it runs: where one does not fit, nothing does. Of given
-        settings each graph takes those that it has, so one of them has each."""
+        """Make sure that all graphs of a step have plans before any of them runs. A given setting must belong to one of
+        the graphs; each graph takes the settings that it has."""
         if config is None:
             self.plans.require([size], {})
             return True
@@ -370,30 +369,30 @@ class Engine:
             self.plans.plan(graph, config)
             known.update(self.plans.planner.space(graph.kind).known(config))
         for name in config.keys() - known:
-            self.plans.planner.at(size.graphs[-1]).config({name: config[name]})  # which says what there is
+            self.plans.planner.at(size.graphs[-1]).config({name: config[name]})  # raises, with the names that exist
         return True
 
     def _again(self, size: StepSize, step: PackedStep, config: Settings | None, kept: int, count: int) -> Ran | None:
-        """Run the second graph again where there are more rows than it has run for: it has left everything as it was."""
+        """Run the second graph again if more rows are kept than it ran for: one that was too small changes nothing."""
         how = step.size.bucketed
         assert how is not None
         self._counts.note(size.phase, count, size.tokens)
         if count <= kept:
             return None
         enough = how.bucket(count, step.buckets)
-        _log.debug("%s rows are kept: the second graph, which has run for %s, runs again for %s", count, kept, enough)
+        _log.debug("%s rows are kept: the second graph ran for %s and runs again for %s", count, kept, enough)
         return self._run(step.graph(enough), config)
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def trim(self) -> None:
-        """Give back what neither the last step nor owners of rows need. Outputs that are lent are emptied."""
+        """Give back memory that neither the last step nor owners of rows need. Outputs that are lent are emptied."""
         self.settle()
         self._handed_out.empty()
         self._memory.trim(self.current)
 
     def _give_all_back(self) -> None:
-        """Give back all memory but that of rows of states; no step is bound any more."""
+        """Give back all memory except rows of states; all executors are dropped."""
         self._handed_out.empty()
         self._bound.clear()
         self._graphs.clear()
@@ -402,7 +401,7 @@ class Engine:
         self.workspace.trim_all({name: 0 for name in committed if not name.startswith("state/")})
 
     def memory(self) -> MemoryReport:
-        """Report planned, committed and resident bytes by pool; planned are those of the last step's plan."""
+        """Report planned, committed and resident bytes by pool; the planned ones are those of the last step's plan."""
         adopted = {"weights": self.weights.adopted_bytes} if self.weights.adopted_bytes else {}
         planned, committed = self.current.pools, self.workspace.committed_bytes() | adopted
         resident = self.workspace.resident_bytes() | adopted
@@ -419,7 +418,7 @@ class Engine:
         )
 
     def _move(self, plan: Plan) -> None:
-        """Load the weights again, to where another plan wants them."""
+        """Load the weights again, where another plan has them."""
         lost = "; what was written into `weights()` is lost" if self.weights.shown else ""
         say = _log.warning if self.weights.shown else _log.info
         say("weights move: %s is streamed from now on, loaded again%s", plan.config["stream"], lost)

@@ -1,8 +1,8 @@
 """Executor: binds a plan document to memory once, then runs a flat list of kernel launches. A step allocates nothing.
 
-Views are made and chunk loops unrolled when a plan is bound; `run` only walks what came of it, or replays it from a CUDA
-graph. The executor trusts the plan (the checker proves it) and obeys it to the byte; `debug="poison"` shows a plan that
-lies.
+Views are made and chunk loops unrolled when a plan is bound; `run` walks the resulting list, or replays it from a CUDA
+graph. The executor follows the plan to the byte and does not verify it: the checker does, and `debug="poison"` exposes
+a wrong plan.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ from mosaic.runtime.numbers import Numbers
 from mosaic.runtime.poison import Poison
 from mosaic.runtime.regions import Regions
 from mosaic.runtime.segments import Segment
-from mosaic.runtime.streams import CudaStreams, Streams, device_lost
+from mosaic.runtime.streams import CudaStreams, device_lost
 from mosaic.runtime.unroll import unroll
 from mosaic.runtime.views import Views
 from mosaic.runtime.weight_guard import WeightGuard
 from mosaic.runtime.weights import require_in_place
 from mosaic.runtime.workspace import HOST, Workspace
-
-__all__ = ["Call", "Debug", "Executor"]
 
 Debug = Literal["poison"] | None
 SCHEMA: Final = "mosaic.plan/1"
@@ -44,9 +42,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of a step: the index and name of its op, its stream, the function, its arguments.
+    """One call of a step: the index and name of its op, its stream, the function and its arguments.
 
-    Besides launches, these are the records of events on a stream and the waits of a stream for them.
+    Besides launches, calls record events on streams and make streams wait for them.
     """
 
     op: int
@@ -66,37 +64,37 @@ class Executor:
     workspace
         Its pools must be committed as far as the plan reaches.
     operators
-        Operators of the plan's ops that Mosaic does not ship, by name, beside the operators that the plan itself brings. A document
-        read from a file brings none, and nothing is imported by a name found in it.
+        Operators of the plan's ops that Mosaic does not ship, by name, in addition to the operators that a `Plan`
+        object carries. A document read from a file carries none, and nothing is imported by a name found in it.
     tensors
         Tensors to use for weight, state and external buffers instead of the plan's offsets, by the buffers' `tensor`
         names: parameters adopted from a module.
     weights
-        Where the weights were loaded, as `Plan.weights` says it: a plan that has them elsewhere is refused. Not given,
-        nothing is compared.
+        Where the weights were loaded, in the form of `Plan.weights`: a plan that has them elsewhere is refused. If not
+        given, nothing is compared.
     debug
-        "poison": fill every buffer with NaN (integers with their least value) before its lifetime and after it, and the
-        bytes between weights; a step that changes a weight, by checksum, is an error.
+        "poison": fill every buffer with NaN (integers with their least value) before and after its lifetime, and the
+        bytes between weights; a step that changes a weight, by checksum, raises.
     streams
-        The streams of the device, which the executors of a model share. Not given, a plan for cuda gets its own, and
-        one for the cpu runs in program order.
+        The streams of the device, which the executors of a model share. If not given, a plan for cuda gets its own, and
+        a plan for the cpu runs in program order.
     capture
-        Run the first step as it is, which compiles and loads what it launches, capture the second into a CUDA graph,
-        and replay that from then on. A poisoned step is not captured.
+        Run the first step launch by launch, which compiles and loads its kernels; capture the second step into a CUDA
+        graph; replay that from then on. A poisoned step is not captured.
     graphs
-        Where graphs of all executors of a device are kept. One that was dropped there is captured again by the next step. Not
-        given, it is kept as long as the executor.
+        Where the graphs of all executors of a device are kept. A graph that was dropped there is captured again by the
+        next step. If not given, the graph is kept as long as the executor.
 
     Attributes
     ----------
     records
-        What the plan says, typed.
+        The typed records of the plan.
     inputs, outputs
-        Views by name: to write before each `run`; valid from one `run` to the next.
+        Views by name: write the inputs before each `run`; the outputs are valid until the next `run`.
     captured
         Whether steps are replayed from a graph.
     not_captured
-        Why they are not, though `capture` was asked for; None before the second step, or if they are.
+        Why `capture` did not succeed; None before the second step, or if it did.
     """
 
     def __init__(
@@ -108,7 +106,7 @@ class Executor:
         tensors: Mapping[str, Tensor] | None = None,
         weights: WeightMap | None = None,
         debug: Debug = None,
-        streams: Streams | None = None,
+        streams: CudaStreams | None = None,
         capture: bool = False,
         graphs: GraphMemory | None = None,
     ) -> None:
@@ -127,7 +125,7 @@ class Executor:
         self._capture, self._warm = capture, False
         self._watch: Callable[[Call], object] | None = None
         self._graphs, self._key = graphs if graphs is not None else GraphMemory(), object()
-        self._captured_over = 0  # changes of the pinned memory when it was: copies are tied to its registration
+        self._captured_over = 0  # `_host_changes` at the capture: copies are tied to a registration
         self.not_captured: str | None = None
         if capture and (debug is not None or self._streams is None):
             self._capture = False
@@ -143,7 +141,7 @@ class Executor:
         self.segments: tuple[Segment, ...] = unroll(self.records, brought, regions, self._views, self._streams, poison)
 
     def _host_changes(self) -> int:
-        """How often the pinned memory that the plan copies from and to was added to or given back."""
+        """How often the pinned memory of the plan's copies has grown or shrunk."""
         return self.workspace.range(HOST).changes if self._uses_host else 0
 
     def _named(self, kind: str) -> Mapping[str, Tensor]:
@@ -153,11 +151,11 @@ class Executor:
     # --- what callers see -----------------------------------------------------------------------------------------
 
     def write(self, values: Mapping[str, Tensor | Numbers]) -> None:
-        """Write inputs by name; where there are fewer values than the plan has rows, the last one is repeated."""
+        """Write inputs by name; if there are fewer values than the plan has rows, the last value is repeated."""
         self._writer.write(values)
 
     def prepare(self, values: Mapping[str, Tensor | Numbers]) -> None:
-        """Write what a device's inputs are copied from, as far as that is; `write` of the same mapping then only copies."""
+        """Write the pinned image of the inputs, on a device; `write` of the same mapping then only copies."""
         self._writer.fill(values)
 
     @property
@@ -166,12 +164,12 @@ class Executor:
         return self._key in self._graphs
 
     def drop_graph(self) -> None:
-        """Give up the captured graph, if there is one: the next step captures it again."""
+        """Drop the captured graph, if there is one: the next step captures it again."""
         self._graphs.drop(self._key)
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """All calls of a step, in order; made when asked for, one per iteration of every loop."""
+        """All calls of a step in order, one per iteration of every loop; built on each access."""
         return tuple(
             Call(
                 op=step.op,
@@ -186,7 +184,7 @@ class Executor:
         )
 
     def buffer(self, name: str) -> Tensor:
-        """View a whole buffer by name; its contents are those of the plan's moment."""
+        """View a whole buffer by name; its contents are what the last op wrote there."""
         for record in self.records.buffers:
             if record.name == name:
                 return self._views.whole(record.id)
@@ -196,9 +194,9 @@ class Executor:
 
     @contextmanager
     def watched(self, watch: Callable[[Call], object]) -> Iterator[None]:
-        """Until the block is left, run steps launch by launch, in order on one stream, and show each call before it is made.
+        """Until the block is left, run steps launch by launch on one stream, and show each call before it is made.
 
-        What a call reads is there when it is shown, as in any step. A step that was captured stays so, and is replayed again
+        The inputs of a call are complete when it is shown. A captured step stays captured, and is replayed again
         afterwards.
         """
         self._watch = watch
@@ -210,15 +208,15 @@ class Executor:
     def run(self) -> None:
         """Run the step. Inputs are read from `inputs`; afterwards the results stand in `outputs`.
 
-        On a device it runs on streams of its own, after the caller's current stream, which then waits for it; the call
-        returns when all is launched. Where it raises, Ctrl-C included, nothing of it runs on.
+        On a device it runs on streams of its own, after the caller's current stream, which then waits for it. The call
+        returns when everything is launched. If it raises, Ctrl-C included, no part of the step runs on.
 
         Raises
         ------
         DeviceLost
-            If the device does not work any more. Launches are asynchronous: a later call may be the one to say so.
+            If the device does not work any more. Launches are asynchronous, so a later call may be the first to raise.
         WeightsChanged
-            If the step is poisoned and has written to a weight.
+            If the step is poisoned and wrote to a weight.
         """
         if self._guard is None:
             self._run()
@@ -254,8 +252,8 @@ class Executor:
             self._warm = True
 
     def _try_capture(self) -> bool:
-        """Capture the step and launch it, or say that it was not launched. Where it cannot be captured, say so once and never
-        try again."""
+        """Capture the step and launch it; return whether it was launched. If it cannot be captured, warn once and do
+        not try again."""
         assert self._streams is not None
         try:
             self._captured_over = self._host_changes()

@@ -1,4 +1,4 @@
-"""What users hold of an engine: they look at its memory, give it back, and close it."""
+"""The memory interface of compiled models and programs: report, trim and close."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from mosaic.runtime.outputs import MemoryReport
 from mosaic.runtime.range_pool import ClosesOnExit
 from mosaic.runtime.workspace import Workspace
 
-__all__ = ["Face"]
-
 
 class Face(ClosesOnExit):
-    """What a compiled model and a compiled program have in common."""
+    """The common base of compiled models and compiled programs."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -24,19 +22,19 @@ class Face(ClosesOnExit):
 
     @property
     def executors(self) -> tuple[Executor, ...]:
-        """The executors that are kept, in the order of their last use."""
+        """The executors that are kept, least recently used first."""
         return self._engine.executors
 
     def memory(self) -> MemoryReport:
-        """Report planned, committed and resident bytes by pool; planned are those of the last step's plan."""
+        """Report planned, committed and resident bytes by pool; the planned ones are those of the last step's plan."""
         with self._engine.turn():
             return self._engine.memory()
 
     def trim(self) -> None:
-        """Give back what only earlier steps needed, and pages of states in which nobody has a row.
+        """Give back memory that only earlier steps needed, and pages of states without owned rows.
 
-        It happens by itself where a step would exceed the budget otherwise. After a generation its memory is kept for the next
-        one until then. Outputs of the last step stay valid on the CPU; on a CUDA device they are emptied, as by a next step.
+        A step that would exceed the budget does so by itself. Until then, a generation's memory is kept for the next
+        one. Outputs of the last step stay valid on the CPU; on a CUDA device they are emptied, as by a next step.
         """
         with self._engine.turn():
             self._engine.trim()

@@ -1,6 +1,6 @@
 """Rotary frequencies in float32, operation for operation as the reference models compute them.
 
-Formulas: `mosaic.models.rotary`. All on the CPU: a step's are a few numbers a sequence.
+Formulas: `mosaic.models.rotary`. Computed on the CPU: a step needs a few numbers per sequence.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from torch import Tensor
 
 from mosaic.models.rotary import Rotary
 
-__all__ = ["inverse_frequencies"]
-
 
 def inverse_frequencies(rotary: Rotary, length: int = 0) -> Tensor:
     """Compute the angle that each pair of dims turns per position.
@@ -21,7 +19,7 @@ def inverse_frequencies(rotary: Rotary, length: int = 0) -> Tensor:
     Parameters
     ----------
     length
-        Of the sequence, for frequencies that depend on it (`dynamic`); up to the trained positions they do not.
+        Of the sequence. Only `dynamic` frequencies depend on it, and only beyond the trained positions.
 
     Returns
     -------
@@ -50,7 +48,7 @@ def _exponents(dim: int) -> Tensor:
 
 
 def _base(rotary: Rotary, length: int) -> Tensor | float:
-    """The base, raised for a sequence that is longer than the trained ones (dynamic NTK)."""
+    """The base, raised for a sequence longer than the trained positions (dynamic NTK)."""
     if rotary.kind != "dynamic" or length <= rotary.original:
         return rotary.theta
     stretch = torch.tensor(rotary.factor * length / rotary.original, dtype=torch.float32) - (rotary.factor - 1)
@@ -58,7 +56,7 @@ def _base(rotary: Rotary, length: int) -> Tensor | float:
 
 
 def _kept(rotary: Rotary) -> Tensor:
-    """The share of each pair's own frequency that YaRN keeps: 1 if it turns often, 0 if it turns seldom."""
+    """The share of each pair's own frequency that YaRN keeps: from 1 for fast pairs to 0 for slow ones."""
     low, high = (_pair_that_turns(rotary, turns) for turns in (rotary.fast, rotary.slow))
     if rotary.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -68,12 +66,12 @@ def _kept(rotary: Rotary) -> Tensor:
 
 
 def _pair_that_turns(rotary: Rotary, turns: float) -> float:
-    """Return which pair of dims, as a real number, turns this many times in the trained positions."""
+    """Return the pair of dims, as a real number, that makes this many turns in the trained positions."""
     return rotary.dim * math.log(rotary.original / (turns * 2 * math.pi)) / (2 * math.log(rotary.theta))
 
 
 def _by_wavelength(rotary: Rotary, plain: Tensor) -> Tensor:
-    """Llama 3.1: long wavelengths stretched, short ones kept, those between in part."""
+    """Llama 3.1: long wavelengths are stretched, short ones kept, those in between interpolated."""
     wavelength = 2 * math.pi / plain
     share = (rotary.original / wavelength - rotary.slow) / (rotary.fast - rotary.slow)
     between = (1 - share) * plain / rotary.factor + share * plain

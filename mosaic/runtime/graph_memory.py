@@ -1,7 +1,7 @@
-"""Captured graphs: what they take of a device, by its own counter, in the ledger under `graphs`, and which of them are kept.
+"""Captured graphs: their device memory, in the ledger under `graphs`, and which graphs are kept.
 
-Nobody knows what a graph takes before it is there: the driver has launches and their arguments on the device. So free memory is
-read before a capture and after the first launch, which uploads the graph; and again where a graph goes.
+The size of a graph is unknown before its first launch, when the driver uploads its launches and arguments. So the
+device's free memory is read before a capture and after the first launch, and again when a graph is dropped.
 """
 
 from __future__ import annotations
@@ -12,48 +12,47 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+import torch
+
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
-from mosaic.runtime.streams import Replay
 from mosaic.units import MIB, format_bytes
 
-__all__ = ["GRAPH_BYTES", "GraphMemory", "NoRoom"]
-
 GRAPH_BYTES: Final = 256 * MIB
-"""The most that captured graphs of a model take where the budget has it free."""
+"""The most that captured graphs of a model take, if the budget has it free."""
 
 
 class NoRoom(Exception):
-    """A graph takes more than there is for graphs beside those of the same step."""
+    """A graph needs more than the room for graphs, less that of the other graphs of the same step."""
 
 
 @dataclass(slots=True)
 class _Kept:
-    graph: Replay
+    graph: torch.cuda.CUDAGraph
     num_bytes: int
 
 
 class GraphMemory:
-    """The captured graphs of one engine: the last replayed ones, as many as there is room for.
+    """The captured graphs of one engine, most recently replayed, up to the room for graphs.
 
-    The room is what is reserved, and beyond that what the ledger has free, `most_bytes` at most. What is reserved is a part of
-    what the owner `context` holds, and moves from there to `graphs` and back. A graph that was launched since `begin` is in use,
-    and stays. All others are dropped as room is needed, least recently used first, once the device has done all that it was given.
+    The room is the reserve, plus what the ledger has free, up to `most_bytes`. The reserve is part of the owner
+    `context` in the ledger, and moves from there to `graphs` and back. Graphs launched since `begin` are in use and
+    stay. Others are dropped when room is needed, least recently used first, after the device is drained.
 
     Parameters
     ----------
     ledger
         Of the device. A fresh one without a limit if not given.
     free_bytes
-        Reads the device's free memory; None: graphs are taken to cost nothing.
+        Reads the device's free memory; None: graphs count as 0 bytes.
     drain
         Waits until no graph runs.
     make_room
-        Gives back what others hold of the budget and nobody needs, where there is less room than `most_bytes`.
+        Called if there is less room than `most_bytes`: gives back unneeded memory of the budget.
     most_bytes
-        That all graphs together take.
+        The most that all graphs take together.
     reserved_bytes
-        What `context` holds for graphs.
+        The part of `context` that is reserved for graphs.
 
     Examples
     --------
@@ -86,7 +85,7 @@ class GraphMemory:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that graphs have taken and not given back: what the ledger has under `graphs`."""
+        """Bytes of graphs: the ledger's `graphs`."""
         return self._held
 
     @property
@@ -99,10 +98,10 @@ class GraphMemory:
         return key in self._kept
 
     def begin(self) -> None:
-        """Begin a step: graphs of the one before are not in use any more."""
+        """Begin a step: graphs of the last step are not in use any more."""
         self._in_use.clear()
 
-    def find(self, key: Hashable) -> Replay | None:
+    def find(self, key: Hashable) -> torch.cuda.CUDAGraph | None:
         """Return the graph of a key, to be launched in this step; None if it is not kept."""
         kept = self._kept.get(key)
         if kept is None:
@@ -111,13 +110,13 @@ class GraphMemory:
         self._in_use.add(key)
         return kept.graph
 
-    def capture(self, key: Hashable, capture: Callable[[], Replay]) -> None:
-        """Capture the graph of a key, launch it, and count what it takes.
+    def capture(self, key: Hashable, capture: Callable[[], torch.cuda.CUDAGraph]) -> None:
+        """Capture the graph of a key, launch it, and count its bytes.
 
         Raises
         ------
         NoRoom
-            If it takes more than there is beside what is in use. It was launched, and is not kept.
+            If it needs more room than there is beside the graphs in use. It was launched, and is not kept.
         """
         self.drop(key)
         usual = self._taken() // max(len(self._kept), 1)
@@ -129,7 +128,7 @@ class GraphMemory:
             graph = capture()
             graph.replay()
             more = max(before - self._free_bytes(), 0)
-            # a driver may have kept memory of graphs that went, for those to come
+            # a driver may have kept memory of dropped graphs, for later ones
             again = min(self._held - self._taken(), max(usual - more, 0))
             self._held += more
             self._kept[key] = _Kept(graph, more + again)
@@ -145,13 +144,13 @@ class GraphMemory:
             raise NoRoom(f"its graph takes {taken}, there are {there} for it beside others of the same step")
 
     def drop(self, key: Hashable) -> None:
-        """Drop the graph of a key, if there is one, whether it is in use or not."""
+        """Drop the graph of a key, if there is one, in use or not."""
         if key in self._kept:
             self._give_back(key)
             self._charge(self._held)
 
     def give_way(self) -> bool:
-        """Drop all that are not in use, where they hold more than is reserved; say whether they did."""
+        """Drop all graphs that are not in use, if they hold more than the reserve; return whether any was dropped."""
         if self._held <= self._reserved:
             return False
         before = self._held
@@ -159,12 +158,12 @@ class GraphMemory:
         return self._held < before
 
     def clear(self) -> None:
-        """Drop all."""
+        """Drop all graphs."""
         self.begin()
         self._drop_while(lambda: True)
 
     def close(self) -> None:
-        """Drop all, also those of a device that is lost."""
+        """Drop all graphs, also those of a lost device."""
         with suppress(RuntimeError):
             self._drain()
         self._kept.clear()
@@ -177,14 +176,14 @@ class GraphMemory:
         return sum(kept.num_bytes for kept in self._kept.values())
 
     def _drop_while(self, lacks_room: Callable[[], bool]) -> None:
-        """Drop graphs that are not in use, least recently used first, while there is too little room."""
+        """Drop graphs that are not in use, least recently used first, until there is enough room."""
         idle = [key for key in self._kept if key not in self._in_use]
         while idle and lacks_room():
             self._give_back(idle.pop(0))
         self._charge(min(self._held, self._charged))
 
     def _give_back(self, key: Hashable) -> None:
-        """Drop one once nothing runs, and see what the driver gives back for it."""
+        """Drop one graph after draining the device, and measure what the driver frees."""
         self._drain()
         with interrupts_held():
             self._in_use.discard(key)
@@ -193,7 +192,7 @@ class GraphMemory:
             self._held -= min(max(self._free_bytes() - before, 0), self._held)
 
     def _charge(self, num_bytes: int) -> None:
-        """Let the ledger have what graphs hold: of `context` as far as that is reserved for them."""
+        """Charge the ledger for the graphs: the reserve is moved from `context` first."""
         more = num_bytes - self._charged
         reserved = min(num_bytes, self._reserved) - min(self._charged, self._reserved)
         with interrupts_held():

@@ -1,4 +1,4 @@
-"""Outputs that callers hold: views of planned memory, to be emptied before that memory goes."""
+"""Outputs that callers hold: views of planned memory, emptied before that memory is freed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-__all__ = ["HandedOut"]
-
 
 class HandedOut:
-    """The views handed out last. On a device, a single access to memory that is gone ends the whole process.
+    """The views handed out last. On a device, one access to freed memory ends the whole process.
 
     Examples
     --------
@@ -25,7 +23,7 @@ class HandedOut:
         self._views: list[weakref.ref[Tensor]] = []
 
     def hold(self, views: Iterable[Tensor]) -> None:
-        """Remember these, in place of those before."""
+        """Remember these views, in place of earlier ones."""
         self._views = [weakref.ref(view) for view in views]
 
     def empty(self) -> None:

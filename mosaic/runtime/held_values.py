@@ -1,4 +1,4 @@
-"""What states and carries hold from one graph to the next."""
+"""The values that states and carries hold from one graph to the next."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from mosaic.errors import UsageError
 if TYPE_CHECKING:
     from mosaic.planner.plan_records import PlanRecords
 
-__all__ = ["HeldValues"]
-
 
 class HeldValues(Mapping[str, int]):
     """Bytes that hold a value, by pool of a state or carry.
 
-    A carry holds its value until a graph runs that does not declare it, or that sees less of it.
+    A carry holds its value until a graph runs that does not declare it, or declares fewer bytes of it.
     """
 
     def __init__(self) -> None:
@@ -37,20 +35,20 @@ class HeldValues(Mapping[str, int]):
         Raises
         ------
         UsageError
-            Naming one that does not.
+            Naming a carry that does not.
         """
         for name, size in records.taken.items():
             if (left := self._bytes.get(f"carry/{name}", 0)) < size:
                 raise UsageError(
-                    f"the step '{step}' reads {size:,} bytes of the carry '{name}', of which the steps before have left "
+                    f"the step '{step}' reads {size:,} bytes of the carry '{name}', of which earlier steps have left "
                     f"{left:,}: run the step that writes it first."
                 )
 
     def begin(self, records: PlanRecords) -> None:
-        """Note that a graph runs: should it fail, no carry holds anything, and states have the rows that were there and that it
-        has."""
+        """Note that a graph starts. If it fails, no carry holds a value, and a state has the rows that it had both
+        before the graph and in it."""
         self._bytes = {pool: min(size, self._bytes.get(pool, 0)) for pool, size in records.held_states.items()}
 
     def done(self, records: PlanRecords) -> None:
-        """Note that it has run."""
+        """Note that the graph has run."""
         self._bytes = dict(records.held)

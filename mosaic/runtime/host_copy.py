@@ -1,4 +1,4 @@
-"""Results on their way from the device to the host: copies side by side, and one wait for all of them."""
+"""Results copied from the device to the host, with one wait for all of them."""
 
 from __future__ import annotations
 
@@ -10,29 +10,27 @@ from torch import Tensor
 
 from mosaic.runtime.streams import device_lost
 
-__all__ = ["Arriving", "HostCopy", "bytes_of", "spans", "view_like"]
-
 ALIGNED: Final = 16
-"""Every dtype's views begin at multiples of less than this."""
+"""Alignment in bytes of every result in the host buffer, enough for every dtype."""
 KEPT: Final = 256
-"""Sets of results whose places are remembered: one for each executor and number of rows, as a rule."""
+"""Layouts of results that are remembered: usually one per executor and number of rows."""
 NEAR: Final = 4096
-"""Bytes between two results that are copied along rather than start another copy: about what a bus moves while one starts."""
+"""Gaps of up to this many bytes are copied along: about what a bus moves while a second copy starts."""
 
 
 class Arriving:
-    """Copies on their way to the host: views of where they arrive, and the event that says that all have."""
+    """Copies on their way to the host: views of the host buffer, and the event after the last copy."""
 
     def __init__(self, results: list[Tensor], sent: torch.cuda.Event | None) -> None:
         self._results, self._sent = results, sent
 
     @property
     def arrived(self) -> bool:
-        """Whether nobody has to wait for them."""
+        """Whether all have arrived."""
         return self._sent is None or bool(self._sent.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> list[Tensor]:
-        """Wait for all of them; returns tensors of the shapes and dtypes that were asked for.
+        """Wait for all of them; return tensors of the shapes and dtypes that were asked for.
 
         Raises
         ------
@@ -51,9 +49,9 @@ class Arriving:
 
 
 class HostCopy:
-    """Copies tensors into one buffer of the host, which grows to the largest results so far; for a device's, it is pinned.
+    """Copies tensors into one host buffer, which grows to the largest results so far and is pinned for a device.
 
-    With pageable memory the host would wait for every single copy.
+    From pageable memory every copy would block the host.
     """
 
     def __init__(self) -> None:
@@ -82,7 +80,7 @@ class HostCopy:
         return Arriving(results, self._sent)
 
     def _lay(self, tensors: Sequence[Tensor]) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
-        """What is copied where, and the views that results are then."""
+        """The copies to make, and the views of the results."""
         device, found = tensors[0].device, spans(tensors)
         total = sum(2 * ALIGNED + size for _, size, _ in found)
         if total > self._buffer.numel():
@@ -102,7 +100,7 @@ class HostCopy:
 
 
 def bytes_of(first: Tensor, size: int) -> Tensor:
-    """Return the bytes from a tensor's first on, uint8 [size], others of its storage among them."""
+    """Return `size` bytes of a tensor's storage from the tensor's first byte on, as uint8."""
     found = torch.empty(0, dtype=torch.uint8, device=first.device)
     return found.set_(first.untyped_storage(), first.storage_offset() * first.element_size(), (size,))  # type: ignore[call-overload,no-any-return]
 
@@ -118,8 +116,8 @@ def spans(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int, list[tuple[int, 
     Returns
     -------
     list of (Tensor, int, list of (int, int))
-        Of each group: the tensor that begins it, its bytes, and the place in `tensors` and byte offset
-        in the group of every member.
+        For each group: its first tensor, its bytes, and for each member the index in `tensors` and the byte offset
+        in the group.
     """
     order = sorted((i for i, tensor in enumerate(tensors) if tensor.numel()), key=lambda i: tensors[i].data_ptr())
     groups: list[list[int]] = []

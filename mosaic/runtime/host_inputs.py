@@ -1,9 +1,8 @@
-"""Inputs on their way from the host: written where the plan has them, on a device through one pinned copy of their bytes."""
+"""Inputs written from the host to where the plan has them; on a device, through one pinned image of their bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,44 +11,25 @@ from mosaic.runtime.batch import fill_rows
 from mosaic.runtime.host_copy import bytes_of, spans, view_like
 from mosaic.runtime.numbers import Numbers
 
-__all__ = ["HostInputs", "Link", "PinnedLink", "Sent"]
-
-
-class Sent(Protocol):
-    """Copies that were given to a device."""
-
-    def synchronize(self) -> None:
-        """Wait until they are done."""
-
-
-class Link(Protocol):
-    """What brings bytes of the host to a device."""
-
-    def image(self, size: int) -> Tensor:
-        """Return memory of the host that the device copies from, uint8 [size]."""
-
-    def send(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Sent:
-        """Begin to copy images, which stay as they are until that is done: of each the device's bytes, and the image."""
-
 
 class PinnedLink:
-    """Pinned memory, copied on a CUDA device's current stream.
+    """Copies bytes of the host to a device: pinned memory, copied on a CUDA device's current stream.
 
     Parameters
     ----------
     device
-        Whose.
+        The destination.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._sent = device, torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def image(self, size: int) -> Tensor:
-        """Return pinned memory."""
+        """Return memory of the host that the device copies from, uint8 [size]."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def send(self, copies: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
-        """Give the copies to the stream; the event is that of the last call."""
+        """Begin to copy images, of each the device's bytes and the image, which stays as it is until the last call's event."""
         for device, image in copies:
             device.copy_(image, non_blocking=True)
         self._sent.record(torch.cuda.current_stream(self._device))
@@ -59,22 +39,22 @@ class PinnedLink:
 class HostInputs:
     """Writes the inputs of an executor.
 
-    A device gets them from a pinned image of the bytes in which they lie, in one copy where they lie side by side. Numbers
-    that the image has already are not written again; what lies between inputs is nobody's before a step.
+    A device gets them from a pinned image, in one copy per contiguous span. Values that the image has already are not
+    written again; the bytes between inputs hold nothing before a step.
 
     Parameters
     ----------
     inputs
-        Views of the executor's, by name.
+        The executor's input views, by name.
     link
-        To the device that they are on; a `PinnedLink` if not given, none on a CPU.
+        To their device; a `PinnedLink` if not given, none on a CPU.
     """
 
-    def __init__(self, inputs: Mapping[str, Tensor], link: Link | None = None) -> None:
+    def __init__(self, inputs: Mapping[str, Tensor], link: PinnedLink | None = None) -> None:
         self.views, self._targets = inputs, dict(inputs)
         self._images: list[tuple[Tensor, Tensor]] = []  # of each span: the device's bytes, and their image
         self._written: dict[str, Numbers] = {}
-        self._sent: Sent | None = None
+        self._sent: torch.cuda.Event | None = None
         self._last: Mapping[str, Tensor | Numbers] | None = None  # what the images have
         self._there: dict[str, Tensor] = {}  # of that, what is on the device already
         names, tensors = [*inputs], [*inputs.values()]
@@ -91,10 +71,10 @@ class HostInputs:
                 self._targets[names[place]] = view_like(tensors[place], image, offset)
 
     def write(self, values: Mapping[str, Tensor | Numbers]) -> None:
-        """Write values by name; where there are fewer than the plan has rows, the last one is repeated.
+        """Write values by name; if there are fewer than the plan has rows, the last one is repeated.
 
-        On a device the copy is given to the current stream, and values that are there already come after it. The same
-        mapping as before is not read again: nobody changes what it holds.
+        On a device the copy goes to the current stream; values that are already on the device are copied after it. The
+        mapping of the last call is not read again: its values must not change.
         """
         self.fill(values)
         self._send()
@@ -102,16 +82,16 @@ class HostInputs:
             fill_rows(self.views[name], _tensor(value))
 
     def fill(self, values: Mapping[str, Tensor | Numbers]) -> None:
-        """Write what the host has of them into the images, if there are any; the device's memory stays as it is."""
+        """Write the values of the host into the pinned images, if there are any; the device's memory stays as it is."""
         if not self._images or self._last is values:
             return
         if self._sent is not None:
-            self._sent.synchronize()  # long since done, but for steps that were launched ahead
+            self._sent.synchronize()  # usually done long ago; not if steps were launched ahead
         self._last, self._there = None, {}
         for name, value in values.items():
             if isinstance(value, Numbers) and self._written.get(name) == value:
                 continue
-            self._written.pop(name, None)  # whoever is interrupted writes it again
+            self._written.pop(name, None)  # if interrupted, it is written again
             if isinstance(value, Tensor) and value.device.type != "cpu":
                 self._there[name] = value
                 continue

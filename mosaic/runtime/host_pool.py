@@ -1,7 +1,7 @@
 """HostPool: pinned host memory that a CUDA device copies from and to asynchronously, and that its kernels read.
 
-A range is anonymous memory at fixed addresses, of which the committed prefix is one registration with the driver, exact
-to the page (PyTorch's `pin_memory` rounds up to powers of two).
+A range is anonymous memory at fixed addresses. Its committed prefix is one registration with the driver, exact to the
+page (PyTorch's `pin_memory` rounds up to powers of two).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from functools import partial
 from torch import Tensor
 
 from mosaic.errors import RuntimeMemoryError
-from mosaic.runtime.cuda_driver import Addresses, CudaError, Driver
+from mosaic.runtime.cuda_driver import Addresses, CudaDriver, CudaError
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
-from mosaic.runtime.page_pool import PAGE_BYTES, HostMemoryError, PagePool, PageRange, System
+from mosaic.runtime.page_pool import PAGE_BYTES, HostMemoryError, Linux, PagePool, PageRange
 from mosaic.runtime.spans import Spans
 from mosaic.units import format_bytes, round_up
 
@@ -28,12 +28,12 @@ _log = logging.getLogger(__name__)
 class _Registration:
     """The pinned prefix `[0, size)` of a reservation: one registration, or none."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
         self.address, self.size = 0, 0
 
     def take(self, size: int) -> None:
-        """Pin the prefix, of which nothing is pinned yet."""
+        """Pin the prefix, while nothing of it is pinned."""
         if size:
             self._driver.host_register(self.address, size)
             self.size = size
@@ -45,7 +45,7 @@ class _Registration:
             self.size = 0
 
     def abandon(self, end: Callable[[], None]) -> None:
-        """Unpin what a range that nobody closed left behind, and end its reservation. Nothing can be raised here."""
+        """Unpin the memory of a range, closed or not, and end its reservation. A failure is only logged."""
         try:
             if self.size:
                 self._driver.synchronize()
@@ -58,10 +58,9 @@ class _Registration:
 class HostRange(PageRange):
     """Host memory at fixed addresses, `[0, committed_bytes)` of it pinned. Made by `HostPool.reserve`.
 
-    All of it is one registration, however often it grew: a copy that crosses from one registration into another is
-    refused by the driver ("invalid argument"), and buffers of a plan follow each other without regard to pages. So a
-    resize pins again, contents untouched, which takes the time of pinning all of it, but not of faulting it in again.
-    Streams are drained before.
+    All of it is one registration: buffers of a plan ignore pages, and the driver refuses a copy that crosses from one
+    registration into another ("invalid argument"). So a resize pins again, contents untouched. That takes the time of
+    pinning all of it, not of faulting it in. Streams are drained before.
     """
 
     def __init__(
@@ -70,8 +69,8 @@ class HostRange(PageRange):
         capacity_bytes: int,
         ledger: DeviceLedger,
         page_bytes: int,
-        system: System,
-        driver: Driver,
+        system: Linux,
+        driver: CudaDriver,
         synchronize: Callable[[], None],
     ) -> None:
         self._registration, self._synchronize = _Registration(driver), synchronize
@@ -105,9 +104,9 @@ class HostRange(PageRange):
         """Make `[0, num_bytes)` pinned memory, rounded up to pages; contents stay. All or nothing.
 
         Parameters
-        ----------
+        One past the last byte that must be memory.
         num_bytes
-            How far memory has to reach.
+            Unused: one registration has no holes, and pinned memory is always populated.
         holes, populate
             For the interface: one registration has no holes, and pinned memory is always populated.
 
@@ -115,11 +114,11 @@ class HostRange(PageRange):
         ------
         DoesNotFit
             If the ledger's budget does not allow it.
-        HostMemoryError
+        If the machine's memory is too small, or the driver refuses to pin it; nothing is changed.
             If the machine's memory is too small, or the driver refuses to pin it; nothing was changed then.
         """
         super().commit(num_bytes, populate=True)
-        if self._registration.size != self.committed_bytes:  # an earlier refusal left it
+        if self._registration.size != self.committed_bytes:  # a refused resize left less pinned
             with interrupts_held():
                 self._pin(self.committed_bytes)
 
@@ -127,7 +126,7 @@ class HostRange(PageRange):
         self._pin(end)
 
     def _pin(self, end: int) -> None:
-        """Pin exactly `[0, end)`. Whatever fails, what was pinned is pinned again, or by the next `commit`."""
+        """Pin exactly `[0, end)`. On failure the old prefix is pinned again, now or by the next `commit`."""
         before = self._registration.size
         try:
             if before:
@@ -141,7 +140,7 @@ class HostRange(PageRange):
             raise
 
     def _restore(self, size: int) -> None:
-        """Pin `[0, size)` again, unless it still is."""
+        """Pin `[0, size)` again, unless it is pinned."""
         if self._registration.size == size:
             return
         try:
@@ -167,7 +166,7 @@ class HostRange(PageRange):
         Raises
         ------
         HostMemoryError
-            If the driver refuses to unpin, and nothing was changed; or to pin the rest, which the next `commit` does.
+            If the driver refuses to unpin (nothing is changed), or to pin the rest (the next `commit` pins it).
         """
         end = round_up(num_bytes, self.page_bytes)
         if end >= self.committed_bytes:
@@ -183,8 +182,8 @@ class HostRange(PageRange):
         Raises
         ------
         HostMemoryError
-            If the driver refuses to unpin, as it does when the device is lost. The range is closed all the same; its
-            memory stays charged, and comes free when the process ends.
+            If the driver refuses to unpin, as it does when the device is lost. The range is closed nevertheless; its
+            memory stays charged until the process ends.
         """
         self._device_tensor = None
         super().close()
@@ -218,12 +217,12 @@ class HostPool(PagePool):
 
     def __init__(
         self,
-        driver: Driver,
+        driver: CudaDriver,
         ledger: DeviceLedger | None = None,
         *,
         page_bytes: int = PAGE_BYTES,
         synchronize: Callable[[], None] | None = None,
-        system: System | None = None,
+        system: Linux | None = None,
     ) -> None:
         super().__init__(
             ledger if ledger is not None else DeviceLedger(device="host"), page_bytes=page_bytes, system=system

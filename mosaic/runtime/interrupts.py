@@ -1,7 +1,7 @@
-"""Signals held back while something changes hands, so that no handler raises between an answer and our note of it.
+"""Hold signals back while ownership changes hands, so that no handler raises between a call and its record.
 
-Python runs signal handlers in the main thread, between any two of its calls; those of Ctrl-C raise, and a user's own may: a
-server's for SIGTERM, a test's for SIGALRM. Other threads are never interrupted, and hold nothing.
+Python runs signal handlers in the main thread, between any two bytecodes. The handler of Ctrl-C raises, and a user's
+own may: a server's for SIGTERM, a test's for SIGALRM. Other threads are never interrupted, and hold nothing back.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, Self
 
-__all__ = ["hear_interrupts", "interrupts_held", "interrupts_let_through"]
-
 SIGNALS: Final = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGVTALRM", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 )
-"""Those that ask a process to end, ring a timer, or mean what a user likes."""
+"""Signals that ask a process to end, ring a timer, or are free for users."""
 
 
 class _Hold:
-    """The handlers that wait, and what struck meanwhile; `open` while they do not."""
+    """The replaced handlers, and the signals that struck meanwhile; `open` while handlers may run."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
@@ -32,14 +30,14 @@ class _Hold:
         self.open = False
 
     def begin(self) -> None:
-        """Stand in for all handlers that are Python's."""
+        """Replace all handlers that are Python functions."""
         try:
             for number in SIGNALS:
                 handler = signal.getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
                     signal.signal(number, self._strike)
-        except BaseException:  # struck between two of them
+        except BaseException:  # a handler raised between two replacements
             self.end()
             raise
 
@@ -47,24 +45,24 @@ class _Hold:
         """Put the handlers back."""
         try:
             self._put_back()
-        except BaseException:  # struck between two of them
+        except BaseException:  # a handler raised between two replacements
             self._put_back()
             raise
 
     def _put_back(self) -> None:
         for number, handler in self._handlers.items():
-            if signal.getsignal(number) == self._strike:  # else a callback has set one of its own
+            if signal.getsignal(number) == self._strike:  # else a callback installed its own handler
                 signal.signal(number, handler)
         self._ended = True
 
     def _strike(self, number: int, frame: FrameType | None) -> None:
-        if self.open or self._ended:  # a callback may have kept this one, to put it back later
+        if self.open or self._ended:  # a callback may have saved this handler and put it back later
             self._handlers[number](number, frame)
         else:
             self._pending[number] = frame
 
     def raise_pending(self) -> None:
-        """Call the handlers of what struck, each once, where one of them raises too."""
+        """Call the handler of each signal that struck once, even if one of them raises."""
         while self._pending:
             number, frame = self._pending.popitem()
             try:
@@ -74,13 +72,13 @@ class _Hold:
 
 
 _hold: _Hold | None = None
-"""Of the main thread, the outermost one: those within it open and close it."""
+"""The main thread's outermost block; blocks within it open and close it."""
 
 
 class interrupts_held:
-    """Hold signals back in a `with` block: their handlers are called when it is left, or when what it gives is called.
+    """Hold signals back in a `with` block: handlers run when it is left, or when the function that it yields is called.
 
-    That is a callable, for where everything so far is on record. Within a block that is held neither calls any.
+    Call that function when everything so far is recorded. In a nested block neither runs handlers.
 
     Examples
     --------
@@ -109,7 +107,7 @@ class interrupts_held:
         return self
 
     def __call__(self) -> None:
-        """Call the handlers of what struck."""
+        """Call the handlers of the signals that struck."""
         if self._mine and self._open and _hold is not None:
             _hold.raise_pending()
 
@@ -130,15 +128,15 @@ class interrupts_held:
 
 
 def hear_interrupts() -> None:
-    """Call the handlers of what struck so far, though it is held: for whoever waits, with nothing to note."""
+    """Call the handlers of signals that struck, within a block that holds them: for waits, which hand nothing over."""
     if _hold is not None and threading.current_thread() is threading.main_thread():
         _hold.raise_pending()
 
 
 class interrupts_let_through:
-    """Let signals strike in a `with` block within one that holds them: a user's code runs there, or a whole step.
+    """Let signals strike within a block that holds them: for a user's code, or a whole step.
 
-    What struck before still waits.
+    Signals that struck before stay held.
     """
 
     def __enter__(self) -> None:

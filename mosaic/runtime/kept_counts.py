@@ -1,14 +1,12 @@
-"""How many rows steps keep of those that they compute: what the size of a second graph is guessed from."""
+"""How many rows earlier steps kept: the size of a step's second graph is guessed from it."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from math import ceil
 
-__all__ = ["KeptCounts"]
-
 RATE = 0.125
-"""The share of the running figures that one step has."""
+"""The weight of the latest step in the running averages."""
 SPREAD = 2.0
 """Mean deviations above the mean that a guess leaves room for."""
 
@@ -38,7 +36,7 @@ class KeptCounts:
         self._shares[kind] = mean + RATE * away, deviation + RATE * (abs(away) - deviation)
 
     def expected(self, kind: Hashable, tokens: int) -> int | None:
-        """Return how many of `tokens` rows a step will hardly exceed; None where no step was noted."""
+        """Return a likely upper bound of the rows that a step of `tokens` rows keeps; None if no step was noted."""
         if kind not in self._shares:
             return None
         mean, deviation = self._shares[kind]

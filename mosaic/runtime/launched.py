@@ -1,4 +1,4 @@
-"""A step that has been given to the device, and its outcome for each request once that has arrived on the host."""
+"""A step that was launched, and its outcome for each request once that has arrived on the host."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from mosaic.runtime.engine import Ran
     from mosaic.runtime.host_copy import HostCopy
 
-__all__ = ["Launched"]
-
 _NOTHING: Final = {
     "token": torch.empty(0, dtype=torch.int64), "score": torch.empty(0), "committed": torch.empty(0, dtype=torch.bool),
     "chosen": torch.empty(0, dtype=torch.int64),
@@ -32,20 +30,20 @@ _NOTHING: Final = {
 
 
 class Launched:
-    """A step on its way.
+    """A launched step.
 
     Parameters
     ----------
     requests
-        Whose step it is.
+        The requests of the step.
     ran
-        What was given to the device.
+        The launched graph.
     copy
-        Takes the outputs that go back to requests to the host.
+        Copies the requests' outputs to the host.
     started
-        When it was asked for, by `perf_counter`.
+        When the step was asked for, by `perf_counter`.
     turns
-        Of the engine: where a part of the step runs again, it has its turn.
+        The engine's turn, held while the second graph runs.
     """
 
     def __init__(
@@ -58,13 +56,11 @@ class Launched:
         self._copy, self._started, self._turns = copy, started, turns
         self._results: list[StepResult] | None = None
         self._failed: Exception | None = None
-        self._cutting = (
-            Lock()
-        )  # whoever launches a step waits for an earlier one too, whose outcome arrives in the same place
+        self._cutting = Lock()  # launching a step waits for the outcome before last, which arrives in the same buffer
         self._arrives(ran)
 
     def _arrives(self, ran: Ran) -> None:
-        """Begin to copy the outputs, as far as there are any."""
+        """Begin to copy the outputs, if there are any."""
         self._ran = ran
         self._names = [name for name in self._declared if name in ran.outputs]
         self._arriving = self._copy.start([ran.outputs[name] for name in self._names]) if self._names else None
@@ -74,12 +70,12 @@ class Launched:
         return dict(zip(self._names, outputs, strict=True))
 
     def proceed(self) -> None:
-        """Run the step's second graph, or find that it need not run again, if what says so has arrived; do not wait for it."""
+        """Run the step's second graph, or find that it need not run again, if the count has arrived; do not wait."""
         if self._ran.again is not None and self._arriving is not None and self._arriving.arrived:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until the step's second graph can run, and run it; where it has, and had no room for all rows, run it again."""
+        """Wait for the count of kept rows; run the second graph, or run it again if it ran for too few rows."""
         if self._ran.again is None:
             return
         with self._turns:
@@ -88,7 +84,7 @@ class Launched:
                 self._ran = self._ran._replace(again=None)
                 try:
                     larger = again(count)
-                except Exception as failed:  # whoever asks for the outcome is told
+                except Exception as failed:  # raised when the outcome is asked for
                     self._failed = failed
                 except BaseException:
                     self._ran = self._ran._replace(again=again)
@@ -112,7 +108,7 @@ class Launched:
         return self._results
 
     def keep(self) -> None:
-        """Wait for the outcome, if there is one, and cut it up: another may arrive in its place from now on."""
+        """Wait for the outcome, if there is one, and cut it up; its host buffer may then be reused."""
         self.settle()
         with self._cutting:
             if self._results is None and self._failed is None:
@@ -145,7 +141,7 @@ class Launched:
 
 
 def _placed(outputs: Mapping[str, Tensor], requests: Sequence[StepRequest]) -> dict[str, Tensor]:
-    """The outcomes of all rows to decide, from those of the rows that are kept: nothing is decided in the others."""
+    """The outcomes of all rows, from those of the kept rows: nothing is decided in the others."""
     phase, rows = requests[0].phase, sum(request.rows.numel() for request in requests)
     place = outputs[PLACE][:rows]
     kept, places = place >= 0, place.clamp(min=0)
@@ -154,7 +150,7 @@ def _placed(outputs: Mapping[str, Tensor], requests: Sequence[StepRequest]) -> d
     for name, per in phase.results.items():
         if per != "row" or name == PLACE:
             continue
-        value = outputs[name].index_select(0, places)  # which no threads share, as they would an index
+        value = outputs[name].index_select(0, places)  # one thread, unlike indexing
         if name in ("token", "chosen"):
             found[name] = value.where(kept, nothing)
         else:
@@ -163,14 +159,14 @@ def _placed(outputs: Mapping[str, Tensor], requests: Sequence[StepRequest]) -> d
 
 
 def _counts_of(requests: Sequence[StepRequest], declared: Mapping[str, ResultPer]) -> dict[str, list[int]]:
-    """How many values each request has of its results, by their names."""
+    """The number of values that each request has of each result, by the result's name."""
     own = {KEPT if name == PLACE else name: per for name, per in declared.items() if per != "step"}
     counts = {per: [_count(request, per) for request in requests] for per in {*own.values()}}
     return {name: counts[per] for name, per in own.items()}
 
 
 def _count(request: StepRequest, per: ResultPer) -> int:
-    """How many values of a result a request has."""
+    """The number of values that a request has of a result."""
     if per == "row":
         return request.rows.numel()
     return request.token_ids.numel() if per == "token" else len(request.lengths) or 1

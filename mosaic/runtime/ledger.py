@@ -1,11 +1,9 @@
-"""DeviceLedger: who holds how many bytes of a device, against one budget. Every pool asks it before it takes memory."""
+"""DeviceLedger: the bytes of a device by owner, against one budget. Every pool asks it before it takes memory."""
 
 from __future__ import annotations
 
 from mosaic.errors import DoesNotFit
 from mosaic.units import format_bytes
-
-__all__ = ["DeviceLedger"]
 
 
 class DeviceLedger:
@@ -14,7 +12,7 @@ class DeviceLedger:
     Parameters
     ----------
     budget_bytes
-        The most that all owners together may hold; None: no limit of ours.
+        The most that all owners together may hold; None: unlimited.
     device
         A name for messages.
 
@@ -56,7 +54,7 @@ class DeviceLedger:
         self._held[owner] = self._held.get(owner, 0) + num_bytes
 
     def require(self, owner: str, num_bytes: int) -> None:
-        """Raise DoesNotFit where a charge would; nothing changes."""
+        """Raise DoesNotFit if a charge would; nothing changes."""
         free = self.free_bytes
         if free is not None and num_bytes > free:
             raise DoesNotFit(self._refusal(owner, num_bytes, free), needed_bytes=num_bytes, available_bytes=free)

@@ -1,4 +1,4 @@
-"""Values of an input that Python knows, as numbers and ranges of them: a tensor is made of them where it is needed."""
+"""Input values that Python knows, as numbers and ranges; a tensor is made only if they are copied."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Numbers"]
-
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers one after another. Equal ones are equal values, so that what a buffer has already need not be written.
+    """Numbers one after another. They compare equal by value, so values that a buffer already has need not be written.
 
     Parameters
     ----------
     parts
         All numbers, or all ranges of integers.
     dtype
-        By its name.
+        By name.
     width
-        Numbers of one value; 0: the tensor has one dim.
+        Numbers per row; 0: the tensor has one axis.
 
     Examples
     --------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from mosaic.errors import UsageError
+from mosaic.errors import MissingExtra, PlanFormatError, UsageError
+from mosaic.registrar.operators.kv_attention import HOPPER
 from mosaic.runtime.graph_memory import GraphMemory
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.page_pool import PagePool
@@ -19,10 +21,11 @@ from mosaic.runtime.workspace import Workspace
 if TYPE_CHECKING:
     from mosaic.devices import Device
     from mosaic.planner.planner import Planner
+    from mosaic.registrar.operator import Implementation, Operator
 
-__all__ = ["graph_memory", "in_use", "open_workspace", "usable_device"]
+__all__ = ["card_capability", "graph_memory", "in_use", "open_workspace", "refuse_other_cards", "usable_device"]
 
-OLDEST: Final = (8, 0)
+OLDEST: Final = 80
 """Compute capability of the oldest cards that every kernel is compiled and tested for."""
 _log = logging.getLogger(__name__)
 
@@ -30,7 +33,7 @@ _log = logging.getLogger(__name__)
 def usable_device(device: Device | str | None) -> Device:
     """Return the profile of a device (None: the CPU) with only the implementations that this process has.
 
-    Plans must not ask for others.
+    Plans must not ask for others, so its compute capability is that of the card that PyTorch sees.
 
     Raises
     ------
@@ -44,12 +47,13 @@ def usable_device(device: Device | str | None) -> Device:
         return profile
     if not torch.cuda.is_available():
         raise UsageError(f"the device '{profile.name}' is a CUDA card, and PyTorch sees none; use device='cpu'.")
-    capability = torch.cuda.get_device_capability()
+    capability = card_capability()
     if capability < OLDEST:
         raise UsageError(
-            f"{torch.cuda.get_device_name()} has compute capability {'.'.join(map(str, capability))}, the kernels need "
-            f"{'.'.join(map(str, OLDEST))} (Ampere) or later; use device='cpu'."
+            f"{torch.cuda.get_device_name()} has compute capability {capability / 10}, the kernels need {OLDEST / 10} (Ampere) or "
+            "later; use device='cpu'."
         )
+    profile = replace(profile, capability=capability if _has_kernels_of(capability) else 0)
     if "cudnn" not in profile.attention_rates:
         return profile
     from mosaic.kernels.cuda.attention_cudnn import available
@@ -60,6 +64,42 @@ def usable_device(device: Device | str | None) -> Device:
     _log.warning("attention runs on Triton, which is slower: %s", found.reason)
     rates = {name: table for name, table in profile.attention_rates.items() if name != "cudnn"}
     return replace(profile, attention_rates=rates or {"triton": profile.attention_rates["cudnn"]})
+
+
+def card_capability() -> int:
+    """Return the compute capability of the current card, 90 for sm_90; 0 if PyTorch sees none."""
+    if not torch.cuda.is_available():
+        return 0
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def _has_kernels_of(capability: int) -> bool:
+    """Tell whether the installed Triton has what kernels for cards of this very capability are written in."""
+    if capability != HOPPER:
+        return True
+    try:
+        importlib.import_module("mosaic.kernels.cuda.kv_attention_hopper")
+    except (MissingExtra, UsageError) as error:
+        _log.warning("attention over kept keys runs on the plain kernel, which is slower: %s", error)
+        return False
+    return True
+
+
+def refuse_other_cards(operator: Operator, way: Implementation) -> None:
+    """Refuse an implementation for cards that the current one is not.
+
+    Raises
+    ------
+    PlanFormatError
+        Naming the operator, the implementation and both capabilities.
+    """
+    if way.capability is None or way.runs_on(found := card_capability()):
+        return
+    raise PlanFormatError(
+        f"the plan carries out '{operator.name}' by '{way.name}', which needs a card of compute capability "
+        f"{way.capability}, this machine's is {found}: plan for this card."
+    )
 
 
 def open_workspace(planner: Planner) -> Workspace:

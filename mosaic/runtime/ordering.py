@@ -1,12 +1,12 @@
-"""Where a step's streams wait for each other: the plan's edges and the rules of loops, as signals at points in bodies.
+"""Where a step's streams wait for each other: the plan's edges and the rules of loops, as signals in bodies.
 
-A body is a loop's, or the step itself. At its entry its side streams wait for main, at its exit main waits for them; an
-edge within it orders two of its items (ops, or loops, which are main's) in one iteration. Iteration i waits, on every
-stream, for the end of iteration i - r on all streams, where r is the least `rotate` of the buffers at home in the loop
-that its side ops touch. An edge between bodies needs no signal where entry or exit imply it.
+A body is a loop's, or the step itself. At its entry its side streams wait for main, at its exit main waits for them. An
+edge within it orders two of its items (ops, or loops, which run on main) in one iteration. Iteration i waits, on every
+stream, for the end of iteration i - r on all streams: r is the least `rotate` of the buffers that have their home in
+the loop and are touched by its side ops. An edge between bodies needs no signal if an entry or exit implies it.
 
-Streams that begin behind others in an iteration need not wait for what those have waited for, and streams that end
-before others need not be waited for: vector clocks over the items tell which these are.
+A wait is left out if another implies it: a stream that begins behind another one inherits its waits, and a stream that
+ends before another one needs no wait at the exit. Vector clocks over the items find the implied waits.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from typing import TypeAlias
 from mosaic.planner.plan_records import PlanOp, PlanRecords
 from mosaic.runtime.regions import Regions
 from mosaic.runtime.streams import MAIN, Event
-
-__all__ = ["Body", "Signal", "bodies_of"]
 
 NewEvent: TypeAlias = Callable[[], Event]
 
@@ -34,24 +32,24 @@ class Signal:
 
 @dataclass(slots=True, kw_only=True)
 class Body:
-    """The signals of one body, by op index: of what starts there or of what ends there.
+    """The signals of one body, by the index of the op before or after.
 
     Attributes
     ----------
     records
-        Signals to record after the item that ends at an index.
+        By op index: signals to record after the item that ends there.
     waits
-        For the item that starts at an index: who waits for which signal.
+        By op index: the (stream, signal) waits before the item that starts there.
     entry
-        Main's position at the entry, for the streams in `entering` to wait for.
+        Main's position at the entry; the streams in `entering` wait for it.
     exits
-        For main to wait for at the exit.
+        Signals that main waits for at the exit.
     distance
-        How many iterations apart two iterations must not overlap.
+        Iteration i waits for the end of iteration i - `distance`.
     ends
-        The end of an iteration, one signal per slot: iteration i records slot i mod `distance` of each stream's.
+        Signals of an iteration's end, one per slot and stream: iteration i records slot i mod `distance`.
     turns
-        For the start of iteration i >= `distance`: who waits for slot i mod `distance` of whose `ends`.
+        Waits before iteration i >= `distance`: which stream waits for slot i mod `distance` of which `ends`.
     """
 
     records: dict[int, list[Signal]] = field(default_factory=dict)
@@ -66,7 +64,7 @@ class Body:
 
 @dataclass(slots=True)
 class _Item:
-    """An op, or a loop with all it holds, directly in a body; its rank on its stream; what it waits for by edges."""
+    """An op, or a whole loop, directly in a body; its rank on its stream; the items that its edges make it wait for."""
 
     start: int
     end: int
@@ -105,7 +103,7 @@ def bodies_of(records: PlanRecords, regions: Regions, event: NewEvent) -> dict[s
 
 
 def _items(ops: Sequence[PlanOp], regions: Regions, region: str | None) -> dict[int, _Item]:
-    """Lay out what is directly in a body, by first op."""
+    """List the items directly in a body, by first op."""
     index, end = (0, len(ops)) if region is None else (regions[region].start, regions[region].end)
     children = regions.children(region)
     items: dict[int, _Item] = {}
@@ -120,7 +118,7 @@ def _items(ops: Sequence[PlanOp], regions: Regions, region: str | None) -> dict[
 
 
 def _add_edges(records: PlanRecords, regions: Regions, region: str | None, items: Mapping[int, _Item]) -> None:
-    """Give each item the items of its body that it waits for by the plan's edges."""
+    """Give each item the items of its body that the plan's edges make it wait for."""
     ops = records.ops
     for edge in records.edges:
         a, b = ops[edge.source], ops[edge.target]
@@ -135,9 +133,9 @@ def _add_edges(records: PlanRecords, regions: Regions, region: str | None, items
 
 
 def _run_clocks(items: Mapping[int, _Item], body: Body, event: NewEvent) -> tuple[list[str], list[str]]:
-    """Add a signal for each edge that nothing implies; find who begins behind nobody, and who ends before nobody.
+    """Add a signal for each edge that nothing implies; find the streams that wait at the entry and at the exit.
 
-    An item's clock holds, by stream, the rank of the last item there that is known to come before it or to be it.
+    An item's clock holds, by stream, the rank of the last item there that is known to run before it, or is the item.
     """
     last: dict[str, _Item] = {}
     sources: list[str] = []
@@ -166,7 +164,7 @@ def _run_clocks(items: Mapping[int, _Item], body: Body, event: NewEvent) -> tupl
 
 
 def _distance(records: PlanRecords, region: str) -> int:
-    """Give how many iterations apart two iterations of a loop must not overlap."""
+    """Give the `distance` of a loop's iterations (see `Body`)."""
     touched = {
         buffer for op in records.ops if op.stream != MAIN and op.region == region for buffer in op.operands.values()
     }

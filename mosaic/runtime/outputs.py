@@ -1,4 +1,4 @@
-"""What a compiled model hands out: the statistics of a step, and its memory by component."""
+"""The results of a compiled model: the statistics of a step, and its memory by component."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ from mosaic.units import format_bytes
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
 
-__all__ = ["MemoryReport", "StepOutput", "output_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """The statistics of M rows, and the logits of R rows where asked for.
+    """The statistics of M rows, and the logits of R rows if asked for.
 
     Views of planned memory, valid until the next call of the model: `.clone()` to keep them. On a CUDA device a call
-    that gives memory back empties them. Where another thread may call the model meanwhile, they are copies, the
-    caller's own: in every process with a second Python thread, unless the call is made under `CompiledModel.exclusive`.
+    that gives memory back empties them. They are copies, owned by the caller, if another thread may call the model in
+    between: in every process with a second Python thread, except under `CompiledModel.exclusive`.
 
     Parameters
     ----------
     rows
-        int64 [M], the rows of the packed batch that the statistics are of; the caller's to keep.
+        int64 [M], the rows of the packed batch that the statistics describe; owned by the caller.
     token_ids
         int64 [M], the most likely token; ties go to the lower id.
     confidence
@@ -66,7 +64,7 @@ class StepOutput:
 
 
 def output_of(outputs: Mapping[str, Tensor], rows: Tensor, chosen: int, plan: Plan) -> StepOutput:
-    """View a step's outputs by name: as many rows of statistics as there are, and `chosen` rows of logits."""
+    """View a step's outputs by name: all rows of statistics, and `chosen` rows of logits."""
     names: Iterable[str] = ("confidence", "maximum", "second", "logsumexp", "entropy")
     return StepOutput(
         rows=rows,
@@ -82,8 +80,8 @@ class MemoryReport:
     """Bytes by pool (`weights`, `workspace`, each state, pinned `host`): planned, committed and resident.
 
     `resident` is measured by the operating system. Adopted parameters are the caller's: counted, not measured.
-    `graph_bytes` are those of captured graphs, which the ledger counts too. `in_use` is what a CUDA device's own counter shows, all
-    processes together; None on the CPU.
+    `graph_bytes` are the bytes of captured graphs, which the ledger counts too. `in_use` is the CUDA device's own count
+    over all processes; None on the CPU.
     """
 
     planned: Mapping[str, int]

@@ -1,6 +1,6 @@
-"""Requests of one phase laid one after another: the inputs of the step that serves them all.
+"""Requests of one phase packed into one step: the step's inputs.
 
-What there is to fill, the phase's parts declare (`mosaic.models.inputs`); nothing here knows an input by name.
+The phase's parts declare the inputs (`mosaic.models.inputs`); this module knows no input by name.
 """
 
 from __future__ import annotations
@@ -32,15 +32,13 @@ if TYPE_CHECKING:
     from mosaic.runtime.executor import Executor
     from mosaic.runtime.held_values import HeldValues
 
-__all__ = ["PackedStep", "group_of", "pack_step"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PackedStep:
     """One step over several requests, or of a program: its size, and its inputs by name.
 
-    Tensors are on the host, or where the requests have them. Inputs of rows and keys may be shorter than the plan's, which
-    are rounded up.
+    Tensors are on the host, or where the requests have them. Inputs of rows and keys may be shorter than the plan's,
+    whose sizes are rounded up.
     """
 
     size: SizedStep
@@ -48,16 +46,16 @@ class PackedStep:
 
     @cached_property
     def key(self) -> Hashable:
-        """The key of its size: a step that is launched again and again asks for it each time."""
+        """The key of its size, cached: a step that is launched repeatedly asks for it each time."""
         return self.size.key
 
     @cached_property
     def buckets(self) -> tuple[int, ...]:
-        """Of a step that is cut, the numbers of rows that its second graph is planned for, ascending."""
+        """For a cut step, the row counts that its second graph is planned for, ascending."""
         return self.size.buckets
 
     def graph(self, kept: int = 0) -> Self:
-        """Return the first graph of a step of two, or the second for `kept` rows, each with all inputs; the same one each time."""
+        """Return the first graph of a two-graph step, or the second for `kept` rows, with all inputs; cached."""
         if kept not in self._graphs:
             self._graphs[kept] = replace(self, size=self.size.graph(kept))
         return self._graphs[kept]
@@ -67,7 +65,7 @@ class PackedStep:
         return {}
 
     def check(self, records: PlanRecords, held: HeldValues) -> None:
-        """Make sure that what the step reads of the step before is there, before anything changes."""
+        """Make sure that values that the step reads of the last step exist, before anything changes."""
         if self.size.follows:
             held.require(self.size.name, records)
 
@@ -76,11 +74,11 @@ class PackedStep:
         executor.write(self._taken_by(executor))
 
     def prepare(self, executor: Executor) -> None:
-        """Write what a device's inputs are copied from, as far as that is."""
+        """Write the pinned image of the inputs that the device copies from."""
         executor.prepare(self._taken_by(executor))
 
     def _taken_by(self, executor: Executor) -> Mapping[str, Tensor | Numbers]:
-        """What a graph takes of the inputs; the same mapping whenever it is asked for."""
+        """The inputs of a graph; the same mapping every time."""
         if self.size.takes_all:
             return self.inputs
         names = executor.inputs
@@ -94,7 +92,7 @@ class PackedStep:
 
 
 def group_of(request: StepRequest, arch: Architecture) -> Hashable:
-    """Give what requests that can share a step have in common: the phase that covers theirs, and values that a step has once."""
+    """Give the part that requests of one step have in common: the phase that covers theirs, and the values that a step has once."""
     phase = request.phase.covering
     return phase, *_shared(request, _once(phase.inputs(arch)))
 
@@ -102,19 +100,19 @@ def group_of(request: StepRequest, arch: Architecture) -> Hashable:
 def pack_step(
     requests: Sequence[StepRequest], arch: Architecture, *, states: Mapping[State, int] | None = None
 ) -> PackedStep:
-    """Lay the requests one after another; of a guided phase, all of them, then all of them without their prompts.
+    """Pack the requests; for a guided phase, all requests, then a copy of each without its prompt.
 
     Parameters
     ----------
     arch
-        The model's.
+        The model's architecture.
     states
         Rows of each state, of all owners together.
 
     Raises
     ------
     UsageError
-        If they differ in what a step has once, or in what its phase needs of each.
+        If the requests differ in a value that a step has once, or lack a value that the phase needs.
     """
     if not requests:
         raise UsageError("a step needs at least one request.")
@@ -171,7 +169,7 @@ def _size(phase: Phase, requests: Sequence[StepRequest], rows: int, states: Mapp
 
 
 def _windows(phase: Phase, requests: Sequence[StepRequest]) -> list[Window]:
-    """The windows in the order in which they are packed: all requests', then all copies."""
+    """The windows in packed order: those of all requests, then those of all copies."""
     found: list[Window] = []
     of_requests = [phase.windows(request) for request in requests]
     for copy in range(phase.copies):
@@ -183,7 +181,7 @@ def _windows(phase: Phase, requests: Sequence[StepRequest]) -> list[Window]:
 
 
 def _packed(entry: Input, requests: Sequence[StepRequest], windows: Sequence[Window]) -> Tensor | Numbers:
-    """The values of one input, in its dtype where they are made here."""
+    """The values of one input, in its dtype if they are made here."""
     if entry.per == "step":
         return Numbers((entry.of(requests[0]),), entry.dtype)
     if entry.joint:
@@ -214,7 +212,7 @@ def _packed(entry: Input, requests: Sequence[StepRequest], windows: Sequence[Win
 
 
 def _of_step(entry: Input, requests: Sequence[StepRequest], values: Sequence[Tensor]) -> Tensor:
-    """Numbers of requests' tokens as numbers of the step's tokens, or of those of its copy."""
+    """Convert row numbers of requests to row numbers of the step, or of its copies."""
     tokens, counts = [request.token_ids.numel() for request in requests], [rows.numel() for rows in values]
     found = _joined(values)
     rows = found.cpu().numpy()
@@ -229,7 +227,7 @@ def _of_step(entry: Input, requests: Sequence[StepRequest], values: Sequence[Ten
 
 
 def _values(found: Any, count: int, dtype: str) -> Tensor:
-    """A tensor as it is, ranges of numbers, or one number `count` times."""
+    """Return a tensor unchanged, ranges of numbers, or one number `count` times."""
     if isinstance(found, Tensor):
         return found
     if isinstance(found, range | tuple):

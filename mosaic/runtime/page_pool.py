@@ -1,7 +1,7 @@
-"""PagePool on a CPU: large ranges of address space, reserved once, of which a prefix is committed, but for holes in it.
+"""PagePool: address ranges on the CPU, reserved once, of which a prefix, except holes, is committed.
 
-Reserved pages cost nothing and fault when touched (PROT_NONE); committing makes pages readable and writable,
-decommitting hands them back and makes them fault again, so that a stray access is caught.
+Reserved pages cost nothing and fault when touched (PROT_NONE). Committing makes pages readable and writable;
+decommitting returns them to the system and makes them fault again, so that a stray access is caught.
 Linux: mmap, mprotect, madvise, mincore through ctypes. `host_pool` pins such ranges for a CUDA device.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -25,17 +25,15 @@ from torch import Tensor
 from mosaic.errors import RuntimeMemoryError
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
-from mosaic.runtime.range_pool import RangePool
-from mosaic.runtime.spans import Spans, inner_pages, joined, total, without
+from mosaic.runtime.range_pool import Range, RangePool
+from mosaic.runtime.spans import Spans, joined, total, without
 from mosaic.units import MIB, format_bytes, round_up
-
-__all__ = ["PAGE_BYTES", "Access", "HostMemoryError", "Linux", "PagePool", "PageRange", "System"]
 
 PAGE_BYTES: Final = mmap.PAGESIZE
 """Granularity of commits: the system's page, as in the built-in profile of a CPU."""
 
 POPULATE_BYTES: Final = 256 * MIB
-"""Bytes of pages that are faulted in at a time: in between there is a look at what is left, and Ctrl-C is heard."""
+"""Bytes of pages that are faulted in at a time: free memory is checked, and Ctrl-C is noticed, in between."""
 
 Access = Literal["none", "read", "write"]
 _PROTECTION: Final[dict[Access, int]] = {"none": 0, "read": 1, "write": 3}
@@ -54,11 +52,11 @@ class HostMemoryError(RuntimeMemoryError):
     Attributes
     ----------
     asked_bytes
-        What the call wanted on top; of a refused pinning, what was to be pinned.
+        Bytes to commit on top of the committed ones, or to pin.
     committed_bytes
         What the range holds now.
     available_bytes
-        What the machine could give before the call, without swapping; None where it does not say.
+        What the machine could give before the call without swapping; None if unknown.
     """
 
     def __init__(
@@ -68,39 +66,8 @@ class HostMemoryError(RuntimeMemoryError):
         super().__init__(message)
 
 
-class System(Protocol):
-    """The calls to the operating system; tests replace them."""
-
-    def available(self) -> int | None:
-        """Give the bytes that this process can have without swapping; None where the system does not say."""
-
-    def grows(self) -> bool:
-        """Say whether more becomes available as memory is used, as in some virtual machines."""
-
-    def reserve(self, size: int) -> int:
-        """Reserve inaccessible address space and give its address."""
-
-    def protect(self, address: int, size: int, access: Access) -> None:
-        """Allow what `access` says and nothing else; "write" includes reading."""
-
-    def populate(self, address: int, size: int) -> None:
-        """Make accessible pages resident."""
-
-    def discard(self, address: int, size: int) -> None:
-        """Give the contents of pages back."""
-
-    def prefer_huge(self, address: int, size: int) -> None:
-        """Ask for large pages where the system has them."""
-
-    def unmap(self, address: int, size: int) -> None:
-        """End a reservation."""
-
-    def resident(self, address: int, size: int) -> int:
-        """Measure the resident bytes of a range."""
-
-
 class Linux:
-    """The calls as Linux offers them; each raises OSError."""
+    """The calls to the operating system, each of which raises OSError; tests replace them."""
 
     def __init__(self) -> None:
         self._libc = libc = ctypes.CDLL(None, use_errno=True)
@@ -112,12 +79,12 @@ class Linux:
         libc.mincore.argtypes = [address, size, address]
 
     def available(self) -> int | None:
-        """Read MemAvailable, and what the container's limit leaves where there is one."""
+        """Give the bytes that this process can have without swapping, by MemAvailable and its container's limit; None: not said."""
         known = [room for room in (_machine_room(), container_room()) if room is not None]
         return min(known, default=None)
 
     def grows(self) -> bool:
-        """Look for a virtio-mem device: the hypervisor then plugs memory in as it is used."""
+        """Say whether more becomes available as memory is used: a virtio-mem device has the hypervisor plug it in."""
         return any(Path("/sys/bus/virtio/drivers/virtio_mem").glob("virtio*"))
 
     def reserve(self, size: int) -> int:
@@ -129,11 +96,11 @@ class Linux:
         return int(address)
 
     def protect(self, address: int, size: int, access: Access) -> None:
-        """Call mprotect."""
+        """Allow what `access` says and nothing else; "write" includes reading."""
         _check(self._libc.mprotect(address, size, _PROTECTION[access]))
 
     def populate(self, address: int, size: int) -> None:
-        """Fault the pages in; a kernel older than 5.14 leaves that to the first touch."""
+        """Fault the pages in; on a kernel older than 5.14, the first touch does that."""
         try:
             _check(self._libc.madvise(address, size, _MADV_POPULATE_WRITE))
         except OSError as error:
@@ -141,19 +108,19 @@ class Linux:
                 raise
 
     def discard(self, address: int, size: int) -> None:
-        """Call madvise(DONTNEED): private anonymous pages are freed and read as zero afterwards."""
+        """Give the contents of pages back: they read as zero afterwards."""
         _check(self._libc.madvise(address, size, _MADV_DONTNEED))
 
     def prefer_huge(self, address: int, size: int) -> None:
-        """Call madvise(HUGEPAGE); a kernel without them says EINVAL, and does with small ones."""
+        """Ask for large pages; a kernel without them says EINVAL, and does with small ones."""
         self._libc.madvise(address, size, _MADV_HUGEPAGE)
 
     def unmap(self, address: int, size: int) -> None:
-        """Call munmap."""
+        """End a reservation."""
         _check(self._libc.munmap(address, size))
 
     def resident(self, address: int, size: int) -> int:
-        """Count the pages that mincore calls resident."""
+        """Measure the resident bytes of a range."""
         pages = -(-size // mmap.PAGESIZE)
         vector = (ctypes.c_ubyte * pages)()
         _check(self._libc.mincore(address, size, ctypes.addressof(vector)))
@@ -164,7 +131,7 @@ _LOW_BIT: Final = bytes(value & 1 for value in range(256))  # the other bits of 
 
 
 def _machine_room() -> int | None:
-    """Read what Linux thinks can be had without swapping."""
+    """Read MemAvailable of /proc/meminfo."""
     try:
         return _fields(Path("/proc/meminfo"))["MemAvailable:"] * 1024
     except (OSError, KeyError, ValueError):
@@ -172,7 +139,7 @@ def _machine_room() -> int | None:
 
 
 def container_room(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Read what the limit of this container leaves; its control group is the root of what it sees (v2, else v1).
+    """Read the rest of this container's limit; its control group is the root that it sees (v2, else v1).
 
     The kernel drops cached files before it enforces a limit, so they count as free.
     """
@@ -196,7 +163,7 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 def _address_advice() -> str:
-    """What makes room for a reservation: a process has 128 TiB of addresses, or what its limit says."""
+    """Advice for a failed reservation: a process has 128 TiB of addresses, or its limit."""
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     if most == resource.RLIM_INFINITY:
         return "close models that are open, or open them with smaller budgets"
@@ -216,27 +183,15 @@ def _os_error() -> OSError:
     return OSError(number, os.strerror(number))
 
 
-class PageRange:
-    """One reservation, `capacity_bytes` long, of which `[0, end_bytes)` is memory, but for holes.
-
-    Made by `PagePool.reserve`. `tensor` views the whole reservation without a copy; touching it beyond the committed
-    bytes is a segmentation fault, by design. Tensors keep the addresses reserved after `close`, never the memory.
-
-    Attributes
-    ----------
-    changes
-        How often memory was added or given back.
-    """
+class PageRange(Range):
+    """A range of the host's memory. Touching it beyond the committed bytes is a segmentation fault."""
 
     def __init__(
-        self, name: str, capacity_bytes: int, ledger: DeviceLedger, page_bytes: int, system: System, released: Access
+        self, name: str, capacity_bytes: int, ledger: DeviceLedger, page_bytes: int, system: Linux, released: Access
     ) -> None:
-        self.name, self.page_bytes = name, page_bytes
-        self.capacity_bytes = round_up(max(capacity_bytes, 1), page_bytes)
-        self.changes = 0
-        self._committed: Spans = ()
+        super().__init__(name, capacity_bytes, ledger, page_bytes)
         self._high_water = 0
-        self._ledger, self._system, self._released = ledger, system, released
+        self._system, self._released = system, released
         try:
             self.address = system.reserve(self.capacity_bytes)
         except OSError as error:
@@ -245,29 +200,14 @@ class PageRange:
                 f"{_address_advice()}."
             ) from error
         buffer = (ctypes.c_uint8 * self.capacity_bytes).from_address(self.address)
-        # The addresses go back when the last tensor over them is gone: a stray view faults, it never sees foreign
+        # The addresses are freed when the last tensor over them is gone: a stray view faults, it never sees foreign
         # memory.
         weakref.finalize(buffer, self._ending())
         self._tensor: Tensor | None = torch.frombuffer(buffer, dtype=torch.uint8)
 
     def _ending(self) -> Callable[[], None]:
-        """Give what ends the reservation; it must not hold the range itself."""
+        """Give the function that ends the reservation; it must not hold the range itself."""
         return partial(self._system.unmap, self.address, self.capacity_bytes)
-
-    @property
-    def committed_bytes(self) -> int:
-        """Bytes that are memory."""
-        return total(self._committed)
-
-    @property
-    def end_bytes(self) -> int:
-        """Where the last byte that is memory ends."""
-        return self._committed[-1][1] if self._committed else 0
-
-    @property
-    def device_tensor(self) -> Tensor:
-        """The same as `tensor`: the device is the CPU."""
-        return self.tensor
 
     @property
     def tensor(self) -> Tensor:
@@ -275,42 +215,6 @@ class PageRange:
         if self._tensor is None:
             raise RuntimeMemoryError(f"the range {self.name} is closed: compile the model again.")
         return self._tensor
-
-    def commit(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
-        """Make `[0, num_bytes)` memory, rounded up to pages; what is committed already stays. All or nothing.
-
-        Parameters
-        ----------
-        num_bytes
-            How far memory has to reach.
-        holes
-            Bytes `[start, end)`, sorted, that need not be memory: the whole pages inside are left as they are.
-        populate
-            Fault the new pages in now, so that a later touch cannot fail and resident bytes equal committed ones.
-
-        Raises
-        ------
-        DoesNotFit
-            If the ledger's budget does not allow it.
-        RuntimeMemoryError
-            If the range is too small, or the operating system refuses.
-        """
-        end = round_up(num_bytes, self.page_bytes)
-        if self._tensor is None:
-            raise RuntimeMemoryError(f"{self.name}: the range is closed.")
-        if end > self.capacity_bytes:
-            self._ledger.require(self.name, end - self.committed_bytes)
-            raise RuntimeMemoryError(
-                f"{self.name}: {num_bytes:,} bytes asked for, the range holds {self.capacity_bytes:,} at most: "
-                f"reserve a larger one."
-            )
-        missing = without(self._pages(end, holes), self._committed)
-        if missing:
-            self._grow(missing, populate)
-
-    def _pages(self, end: int, holes: Spans) -> Spans:
-        """The pages of `[0, end)` that are not inside of holes."""
-        return without([(0, end)], inner_pages(holes, self.page_bytes))
 
     def _grow(self, missing: Spans, populate: bool) -> None:
         size, end = total(missing), max(missing[-1][1], self.end_bytes)
@@ -333,9 +237,9 @@ class PageRange:
             self.changes += 1
 
     def _populate(self, start: int, size: int, raise_pending: Callable[[], None]) -> None:
-        """Fault pages in, step by step, never more than there is: Linux would rather kill a process than fail a call.
+        """Fault pages in piece by piece, never more than is free: Linux would kill a process rather than fail a call.
 
-        All of it must be there beforehand; where memory grows as it is used, only the next step.
+        All of it must be free beforehand; on a machine whose memory grows with use, only the next piece.
         """
         grows = self._system.grows()
         for done in range(0, size, POPULATE_BYTES):
@@ -347,7 +251,7 @@ class PageRange:
             raise_pending()
 
     def _attach(self, end: int) -> None:
-        """Make `[0, end)` usable as a kind of range needs, the last step of a growth."""
+        """Do the last step of a growth to `[0, end)` that a kind of range needs, such as pinning."""
 
     def _refused(self, size: int, reason: str, available: int | None) -> HostMemoryError:
         return HostMemoryError(
@@ -359,14 +263,14 @@ class PageRange:
         )
 
     def _withdraw(self, start: int, size: int) -> None:
-        """Give pages back and guard them; also pages that never were accessible."""
+        """Discard and protect pages, also pages that never were accessible."""
         self._system.discard(start, size)
         self._system.protect(start, size, self._released)
 
     def decommit(self, num_bytes: int = 0, *, holes: Spans = ()) -> None:
         """Give back the memory beyond `[0, num_bytes)`, rounded up to pages, and the whole pages inside `holes`.
 
-        Touching it faults, or see `released`.
+        Touching it faults, unless the pool's `released` is "read".
         """
         gone = without(self._committed, self._pages(round_up(num_bytes, self.page_bytes), holes))
         with interrupts_held() as raise_pending:
@@ -377,13 +281,8 @@ class PageRange:
                 self.changes += 1
                 raise_pending()
 
-    def resize(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
-        """Commit and decommit so that exactly `[0, num_bytes)`, rounded up to pages, is memory, but for `holes`."""
-        self.decommit(num_bytes, holes=holes)
-        self.commit(num_bytes, holes=holes, populate=populate)
-
     def resident_bytes(self) -> int:
-        """Measure how much of the range is in physical memory, by the system's own account."""
+        """Measure the range's bytes in physical memory, as counted by the system."""
         return (
             self._system.resident(self.address, self._high_water)
             if self._high_water and self._tensor is not None
@@ -392,14 +291,15 @@ class PageRange:
 
     def close(self) -> None:
         """Give the memory back, and the addresses once no tensor views them. Closing twice is fine."""
-        if self._tensor is not None:
+        if not self._closed:
+            self._closed = True
             try:
                 self.decommit()
             finally:
                 self._tensor = None
 
 
-class PagePool(RangePool[PageRange]):
+class PagePool(RangePool):
     """The ranges of one device, charged to one ledger.
 
     Parameters
@@ -411,8 +311,8 @@ class PagePool(RangePool[PageRange]):
     system
         The calls to the operating system.
     released
-        What may be done with memory that was given back: "none", so that a stray access faults; or "read", which finds
-        zeros, where views were handed to users whom a forgotten `.clone()` must not cost the process.
+        Access to memory that was given back: "none", so that a stray access faults; or "read", which reads zeros, for
+        views that users hold: a forgotten `.clone()` must not end the process.
 
     Examples
     --------
@@ -428,14 +328,14 @@ class PagePool(RangePool[PageRange]):
         ledger: DeviceLedger | None = None,
         *,
         page_bytes: int = PAGE_BYTES,
-        system: System | None = None,
+        system: Linux | None = None,
         released: Access = "none",
     ) -> None:
         super().__init__(ledger if ledger is not None else DeviceLedger())
         if page_bytes <= 0 or page_bytes % mmap.PAGESIZE:
             raise ValueError(f"page_bytes is a multiple of {mmap.PAGESIZE}, got {page_bytes}")
         self.page_bytes, self._released = page_bytes, released
-        self._system: System = system if system is not None else Linux()
+        self._system = system if system is not None else Linux()
 
     def _make(self, name: str, capacity_bytes: int) -> PageRange:
         return PageRange(name, capacity_bytes, self.ledger, self.page_bytes, self._system, self._released)

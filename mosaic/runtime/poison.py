@@ -1,7 +1,7 @@
-"""Poison: when and with what the bytes of buffers are filled that hold no value, so that a plan that lies is found out.
+"""Poison: fill bytes that hold no value, so that a wrong plan shows.
 
-NaN in floats, the least value in integers. All fills are main's. A buffer that side ops of a loop touch is, like one
-that rotates or is carried, filled around the loop only: its iterations may overlap.
+Floats get NaN, integers their least value. All fills run on main. A buffer is filled around its loop only, not in each
+iteration, if it rotates, is carried, or is touched by side ops of the loop: iterations may then overlap.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ from mosaic.runtime.regions import Region, Regions
 from mosaic.runtime.streams import MAIN
 from mosaic.runtime.views import Views
 
-__all__ = ["POISON", "Fill", "Poison", "Times"]
-
 POISON: Final = 0xFF
-"""The byte that bytes of no dtype are filled with: NaN in every float dtype, -1 in integers."""
+"""The fill byte for bytes without a dtype: NaN in every float dtype, -1 in integers."""
 
-_KEPT: Final = ("weight", "state", "external", "host")  # what a step leaves alone
+_KEPT: Final = ("weight", "state", "external", "host")  # a step must not overwrite them
 
 
 class Fill(NamedTuple):
-    """Bytes to fill, with what, and what to call it."""
+    """Bytes to fill, the value, and a label."""
 
     view: Tensor
     value: float | int | bool
@@ -37,13 +35,13 @@ class Fill(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Which roots are filled at a time: before the op there (their lifetime starts) or after the one before it (ends)."""
+    """The roots to fill by op: before it (their lifetime starts) or after the op before it (their lifetime ends)."""
 
     starts: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, list[int]] = field(default_factory=dict)
 
     def inside(self, region: Region) -> Times:
-        """Keep the times strictly inside a region; those on its borders come once, outside of the loop."""
+        """Keep the times strictly inside a region; times on its borders are filled once, outside of the loop."""
         return Times(
             *(
                 {time: roots for time, roots in table.items() if region.start < time < region.end}
@@ -75,7 +73,7 @@ class Poison:
         self._find_times()
 
     def times(self, region: str | None) -> Times:
-        """Give what is filled in every pass over a region's body (None: the step)."""
+        """Give the fills of every pass over a region's body (None: the step)."""
         return self._times.get(region, Times())
 
     def fill(self, root: int, when: str) -> Fill:
@@ -84,7 +82,7 @@ class Poison:
         return Fill(view, _value(view.dtype), f"poison {record.name} at its {when}")
 
     def everything(self) -> Iterator[Fill]:
-        """Fill what no input occupies before the step."""
+        """Fill all bytes that no input occupies before the step."""
         inputs = sorted(
             (record.offset, record.offset + record.size)
             for record in self._buffers
@@ -97,9 +95,9 @@ class Poison:
             position = max(position, end)
 
     def _find_times(self) -> None:
-        """Note when each alias group is filled, by the region in whose body that happens.
+        """Note when each alias group is filled, by the region in whose body the fill runs.
 
-        A group is filled before its lifetime, after it, and in its gaps; where its home is a region, in every iteration.
+        A group is filled before its lifetime, after it, and in its gaps; if its home is a region, in every iteration.
         """
         groups: dict[int, list[PlanBuffer]] = {}
         for record in self._buffers:
@@ -120,7 +118,7 @@ class Poison:
     def _home(self, root: PlanBuffer, group: Sequence[PlanBuffer]) -> tuple[str | None, int, int]:
         """Find the region in whose every iteration a group is filled, and its lifetime there."""
         home: str | None = root.region
-        for record in group:  # an alias from outside of the loop keeps what earlier iterations wrote
+        for record in group:  # an alias that lives outside of the loop keeps values of earlier iterations
             home = self._regions.common(home, record.region)
         start, end = min(record.start for record in group), max(record.end for record in group)
         while home is not None:

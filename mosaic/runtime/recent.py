@@ -1,4 +1,4 @@
-"""What is kept for whoever asks again: as many values as there is room for, those that were asked for last."""
+"""A least-recently-used cache."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
-__all__ = ["Recent"]
-
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
 
 class Recent(OrderedDict[Key, Value]):
-    """The values of the `most` keys that `find` was asked for last, in that order; `dropped` is told of each that goes for another.
+    """The values of the `most` keys looked up last, in that order; `dropped` is called with each evicted value.
 
     Examples
     --------
@@ -27,7 +25,7 @@ class Recent(OrderedDict[Key, Value]):
         self._most, self._dropped = most, dropped
 
     def find(self, key: Key, make: Callable[[], Value]) -> Value:
-        """Return the value of a key; where there is none, make it and keep it."""
+        """Return the value of a key; if there is none, make it and keep it."""
         if key not in self:
             self[key] = make()
             if len(self) > self._most:

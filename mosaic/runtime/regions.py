@@ -1,4 +1,4 @@
-"""The loops of a plan: which ops they hold, and the rows of each iteration."""
+"""The loops of a plan: their ops, and the rows of each iteration."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from mosaic.planner.plan_records import PlanRecords
-
-__all__ = ["Chunk", "Chunks", "Region", "Regions"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +34,11 @@ class Chunk:
 
 
 Chunks: TypeAlias = Mapping[str, Chunk]
-"""The current iteration of the loops around."""
+"""The current iterations of the enclosing loops."""
 
 
 class Regions:
-    """The regions of a plan by name, and what follows from how they nest. None stands for the step itself."""
+    """The regions of a plan by name, and their nesting. None stands for the step itself."""
 
     def __init__(self, records: PlanRecords) -> None:
         carried: dict[str, frozenset[int]] = {}
@@ -76,7 +74,7 @@ class Regions:
         return self._children.get(name, {})
 
     def chain(self, name: str | None) -> tuple[str, ...]:
-        """Give a region and those around it, from the inside out; nothing for the step itself."""
+        """Give a region and its enclosing regions, innermost first; nothing for the step itself."""
         if name is None:
             return ()
         if name not in self._chains:
@@ -89,7 +87,7 @@ class Regions:
         return next((name for name in self.chain(b) if name in around), None)
 
     def item(self, name: str | None, op: int, op_region: str | None) -> tuple[int, int]:
-        """Give the ops [start, end) of what holds an op directly inside a region: the op alone, or a loop."""
+        """Give the ops [start, end) of the item directly inside a region that holds an op: the op alone, or a loop."""
         chain = self.chain(op_region)
         inner = chain[: len(chain) - len(self.chain(name))]
         if not inner:
@@ -98,9 +96,9 @@ class Regions:
         return loop.start, loop.end
 
     def iterations(self, region: Region, outer: Chunks) -> tuple[Chunk, ...]:
-        """Give the iterations of a region; the last has what is left. Equal ones are the same object.
+        """Give the iterations of a region; the last one has the rest. Equal iterations are the same object.
 
-        A loop inside a loop over the same dim divides the rows of the outer iteration; its chunks count from there.
+        A loop inside a loop over the same dim divides the rows of the outer iteration; its chunks count from its start.
         """
         extent = region.extent
         for name in self.chain(region.parent):

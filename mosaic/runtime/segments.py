@@ -1,4 +1,4 @@
-"""Segments: runs of bound calls, and a table of what changes from one pass over them to the next."""
+"""Segments: runs of bound calls, with a table of the arguments that change between passes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, TypeAlias
 
-__all__ = ["Arguments", "Lines", "Segment", "Step"]
-
 Arguments: TypeAlias = Mapping[str, Any]
 _NOTHING: Final[Arguments] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One call: `function` with the arguments that stay the same; `call` is both, on its stream."""
+    """One call: `function` with its constant arguments; `call` is both, on its stream."""
 
     op: int
     name: str
@@ -27,7 +25,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Steps, run once per row; `tables` has a column of further arguments for each step, of which rows [first, last)."""
+    """Steps that run once per row; `tables` has a column of varying arguments for each; rows [first, last) are used."""
 
     steps: Sequence[Step]
     tables: Sequence[Sequence[Arguments]]
@@ -35,13 +33,13 @@ class Segment:
     last: int
 
     def rows(self) -> Iterator[tuple[Arguments, ...]]:
-        """Give the further arguments of all steps, row by row."""
+        """Give the varying arguments of all steps, row by row."""
         return islice(zip(*self.tables, strict=True), self.first, self.last)
 
 
 @dataclass(slots=True)
 class Lines:
-    """The steps of a segment in the making, each with its column; `blank` is that of one without further arguments."""
+    """The steps of an unfinished segment and their columns; `blank` is a column without varying arguments."""
 
     num_rows: int = 1
     steps: list[Step] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The sizes of the steps that requests may come to share: what admission asks of the budget."""
+"""The sizes of the steps that requests may share: admission checks them against the budget."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ if TYPE_CHECKING:
     from mosaic.models.phase import Phase
     from mosaic.models.state import State
 
-__all__ = ["SharedSizes"]
-
 
 class SharedSizes:
-    """The largest steps that live requests may come to share, whatever each of them is at when they meet.
+    """The largest steps that live requests may share, wherever each of them is.
 
-    Of several requests, one whose largest steps of a phase differ counts with the most of each: window, keys and rows. What the
-    live ones share is joined once, until one of them goes, so one more is a question about that one alone.
+    A request whose largest steps of a phase differ counts with the maximum of each: window, keys and rows. The join
+    over the live requests is kept until one leaves, so admitting one more looks at that one alone.
 
     Parameters
     ----------
     all_sizes
-        Those of every session of an engine, each of its own requests. This one joins them, for as long as somebody holds it.
+        The `SharedSizes` of all sessions of an engine, in a weak set; this object adds itself.
     """
 
     def __init__(self, all_sizes: WeakSet[SharedSizes] | None = None) -> None:
@@ -36,7 +34,7 @@ class SharedSizes:
         self._joined: dict[Phase, StepSize] | None = {}  # by phases that differ in heads alone
 
     def add(self, request: Hashable, largest: Sequence[StepSize]) -> None:
-        """Add a live request, with the largest steps that it asks for."""
+        """Add a live request, with its largest steps."""
         self._live[request] = largest
         if self._joined is not None:
             self._joined = _with(self._joined, [largest])
@@ -64,7 +62,7 @@ class SharedSizes:
 
 
 def _with(joined: Mapping[Phase, StepSize], more: Iterable[Sequence[StepSize]]) -> dict[Phase, StepSize]:
-    """What requests share by phases that differ in heads alone, with the largest steps of others."""
+    """The steps that requests share, by phases that differ in heads alone, with the largest steps of others."""
     found = {phase: [size] for phase, size in joined.items()}
     for largest in more:
         own: dict[Phase, list[StepSize]] = {}
@@ -98,7 +96,7 @@ def _sums(states: Iterable[Mapping[State, int]]) -> dict[State, int]:
 
 
 def _most(sizes: Sequence[StepSize]) -> StepSize:
-    """One request's size that is at least as large as each of these, whose phases differ in heads alone."""
+    """One request's size that is at least as large as each of several sizes, whose phases differ in heads alone."""
     if len(sizes) == 1:
         return sizes[0]
     keys = [seen for size in sizes for seen in size.keys]

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Final, TypeAlias
 
-__all__ = ["Span", "Spans", "inner_pages", "joined", "total", "without"]
-
 Span: TypeAlias = tuple[int, int]
 Spans: TypeAlias = Sequence[Span]
 

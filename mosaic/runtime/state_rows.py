@@ -1,4 +1,4 @@
-"""Rows of a state: which owner has which, and in which extents. Rows are handed out from the front and never move."""
+"""Rows of a state by owner, and their extents. Rows are handed out from the front and never move."""
 
 from __future__ import annotations
 
@@ -15,24 +15,22 @@ from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.range_pool import ClosesOnExit
 from mosaic.runtime.spans import Span, Spans, joined
 
-__all__ = ["OwnedRows", "RowTable"]
-
 
 class RowTable:
     """Hands out the rows of one state.
 
-    The state ends with the last row that is owned: it grows at its end, and shrinks when owners give the rows there back.
-    Rows that come free in the middle are the first to be handed out again.
+    The state ends with its last owned row: it grows at its end, and shrinks when the rows there are given back.
+    Free rows in the middle are handed out first.
 
     Parameters
     ----------
     name
-        The state's; its pool is `state/NAME`.
+        The state's name; its pool is `state/NAME`.
     extents
-        Whether neighbouring rows that are handed out at once go back at once, when their owner has dropped the last of
-        them: for states whose rows are laid out so (`mosaic.models.state.State`).
+        Whether rows that are reserved together are given back together, when their owner has dropped the last of them:
+        for states with such a layout (`mosaic.models.state.State`).
     turns
-        Held while rows change hands: a re-entrant lock, the same that steps hold while they run.
+        A re-entrant lock, held while rows change hands and while steps run.
     taken
         Called, in a turn, with the rows that are handed out.
 
@@ -64,17 +62,17 @@ class RowTable:
         self._owned: list[OwnedRows] = []
         self._free: list[Span] = []
         self.rows = 0
-        """Rows that the state has to have."""
+        """Rows that the state needs."""
         self.changes = 0
         """How often rows changed hands."""
 
     def open(self, owner: Hashable = None) -> OwnedRows:
-        """Start an owner's rows, of which there are none yet.
+        """Open an owner without rows.
 
         Parameters
         ----------
         owner
-            Whose they are, for reports: a sequence, a layer, a group of heads.
+            A label for reports: a sequence, a layer, a group of heads.
         """
         return OwnedRows(self, owner)
 
@@ -85,17 +83,17 @@ class RowTable:
 
     @property
     def owned(self) -> tuple[OwnedRows, ...]:
-        """All that own rows, in the order of their first."""
+        """All owners of rows, in the order of their first row."""
         return tuple(self._owned)
 
     @property
     def free(self) -> Spans:
-        """Rows `[start, end)` below `rows` that nobody owns."""
+        """Free rows `[start, end)` below `rows`."""
         return self._free
 
     def most_extents(self, owners: int) -> int:
-        """Return how many extents there may be once so many more owners have reserved, each at once: a hole is filled or
-        cut, or rows come at the end."""
+        """Return an upper bound of extents after `owners` more owners have reserved once each: each reservation fills
+        or cuts a hole, or adds rows at the end."""
         return sum(len(owned.extents) for owned in self._owned) + len(self._free) + owners
 
     def take(self, owned: OwnedRows, count: int) -> list[Span]:
@@ -129,7 +127,7 @@ class RowTable:
 
 
 class _Piece(NamedTuple):
-    """Rows [first, last) of consecutive positions, and the rows that they were handed out with."""
+    """Rows [first, last) of consecutive positions, and the rows of the reservation that they came from."""
 
     first: int
     last: int
@@ -142,10 +140,10 @@ class OwnedRows(ClosesOnExit):
     Attributes
     ----------
     extents
-        Of a state in extents, in order of position: the first row of one, its rows, the position that comes first, and how
-        many rows of the extent lie before that one's.
+        For a state with extents, by piece in order of position: its first row, its rows, its first position, and the
+        rows of its extent that come before it.
     length
-        Positions that there are rows for.
+        Positions that have rows.
     """
 
     def __init__(self, table: RowTable, owner: Hashable) -> None:
@@ -155,16 +153,16 @@ class OwnedRows(ClosesOnExit):
         self.length = 0
 
     def reserve(self, count: int) -> None:
-        """Have rows for `count` positions; rows that are there stay where they are."""
+        """Have rows for `count` positions; existing rows stay where they are."""
         with self._table.turns, interrupts_held():
             if count > self.length:
                 more = self._table.take(self, count - self.length)
                 self._hold([*self._pieces, *(_Piece(*span, span) for span in more)])
 
     def drop(self, start: int, end: int | None = None) -> None:
-        """Give the rows of the positions `[start, end)` back. Later positions count from `start` on; no row moves.
+        """Give the rows of the positions `[start, end)` back. Later positions move up to `start`; no row moves.
 
-        In a state in extents, rows go back when all of their extent are dropped.
+        In a state with extents, the rows of an extent are given back when all of them are dropped.
 
         Raises
         ------
@@ -223,7 +221,7 @@ class OwnedRows(ClosesOnExit):
         return found
 
     def _hold(self, pieces: Iterable[_Piece]) -> None:
-        """Have these rows, in order of position; neighbours are one piece, but for rows of different extents."""
+        """Take over these rows, in order of position; neighbouring pieces are joined if they are of one extent."""
         held: list[_Piece] = []
         for piece in pieces:
             before = held[-1] if held else None

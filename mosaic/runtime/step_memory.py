@@ -1,4 +1,4 @@
-"""The memory that steps share: as much as any step has needed. It goes back where it is needed elsewhere, or on `trim`."""
+"""The memory that steps share: the most that any step has needed, until it is needed elsewhere or `trim` frees it."""
 
 from __future__ import annotations
 
@@ -16,27 +16,25 @@ from mosaic.runtime.workspace import HOST, Workspace
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
 
-__all__ = ["StepMemory"]
-
 WORKSPACE: Final = "workspace"
 ALTERNATING: Final = 8
-"""Plans that may take turns, such as the graphs of one step, with nothing to be committed."""
+"""Plans that alternate without a new commit, such as the graphs of one step."""
 _log = logging.getLogger(__name__)
 
 
 class StepMemory:
-    """What steps need of a workspace, beside weights: its pools `workspace`, `host` and those of states and carries.
+    """The memory of steps beside weights: the pools `workspace`, `host` and those of states and carries.
 
     Parameters
     ----------
     workspace
-        Whose pools they are.
+        The workspace with these pools.
     tables
-        Who owns rows of the states; more tables may be added later.
+        The owners of the states' rows; tables may be added later.
     before_shrinking
-        Called before the pool `workspace` loses memory: nobody may look at it any more.
+        Called before the pool `workspace` loses memory, to empty views of it.
     give_way
-        Gives back what others hold of the budget as long as no plan needs it. They go before memory of earlier steps does.
+        Gives back memory of the budget that no plan needs. It goes before memory of earlier steps does.
     """
 
     def __init__(
@@ -49,12 +47,12 @@ class StepMemory:
         self._workspace, self._tables, self._before_shrinking = workspace, tables, before_shrinking
         self._give_way = give_way
         self.row_bytes: dict[str, int] = {}
-        """By pool, the bytes of a row of each state that plans have had; the same in all plans of a model."""
-        self._served: deque[tuple[object, ...]] = deque(maxlen=ALTERNATING)  # what commits were for, and what they left
+        """By pool, the bytes of one row of each state that plans have had; the same in all plans of a model."""
+        self._served: deque[tuple[object, ...]] = deque(maxlen=ALTERNATING)  # commits that need not be repeated
 
     def commit(self, plan: Plan) -> None:
-        """Commit a plan's memory beside what earlier plans needed. Where there is no room for both, pages of states go back in
-        which nobody has a row; then what `give_way` has; then all but the plan's own.
+        """Commit a plan's memory beside that of earlier plans. If both do not fit, memory is given back in this order:
+        pages of states without owned rows, memory of `give_way`, all but the plan's own.
 
         Raises
         ------
@@ -80,7 +78,7 @@ class StepMemory:
         self._served.append(self._now(plan))
 
     def _leave(self, sizes: Mapping[str, int]) -> None:
-        """Give back all but these bytes."""
+        """Give back all memory beyond these bytes."""
         committed = self._workspace.committed_bytes()
         if sizes[WORKSPACE] < committed.get(WORKSPACE, 0):
             self._before_shrinking()
@@ -88,28 +86,28 @@ class StepMemory:
         self._workspace.trim_all({**unused, **sizes}, holes=self._holes())
 
     def give_idle_back(self) -> None:
-        """Give back the pages of states in which nobody has a row."""
+        """Give back the pages of states without owned rows."""
         self._workspace.trim_all(self._owned(), holes=self._holes())
 
     def trim(self, plan: Plan) -> None:
-        """Give back what a plan, the last step's, and the owners of rows do not need."""
+        """Give back memory that neither the plan of the last step nor the owners of rows need."""
         sizes = {name: plan.pools.get(name, 0) for name in self._workspace.committed_bytes() if name != "weights"}
         self._workspace.trim_all(sizes | self._owned(), holes=self._holes())
 
     def _owned(self) -> dict[str, int]:
-        """Bytes of each state that has memory, up to the last row that somebody has."""
+        """Bytes of each state that has memory, up to its last owned row."""
         sizes = {table.pool: table.rows * self.row_bytes.get(table.pool, 0) for table in self._tables}
         return {name: sizes[name] for name in self._workspace.committed_bytes() if name in sizes}
 
     def _now(self, plan: Plan) -> tuple[object, ...]:
-        """What a commit depends on: the plan, who has which rows, and what is committed.
+        """The key of a commit: the plan, the owners of rows, and the committed bytes.
 
-        Its `id` comes first, as other plans would be compared whole; the plan itself keeps the `id` its own.
+        The `id` comes first, so that plans are not compared in full; the plan is kept alive, so its `id` is unique.
         """
         return id(plan), plan, *(table.changes for table in self._tables), self._workspace.changes()
 
     def _learn(self, plan: Plan, pools: Mapping[str, int]) -> None:
-        """Note the bytes of a row of each state that a plan has; they are the model's, the same in all plans."""
+        """Note the bytes of one row of each state in a plan; they are the same in all plans of a model."""
         for table in self._tables:
             if table.pool in pools and table.pool not in self.row_bytes:
                 self.row_bytes[table.pool] = next(
@@ -117,7 +115,7 @@ class StepMemory:
                 )
 
     def _holes(self) -> dict[str, Spans]:
-        """Bytes of each state that nobody owns, before the last that somebody does."""
+        """Free bytes of each state before its last owned row."""
         found: dict[str, Spans] = {}
         for table in self._tables:
             size = self.row_bytes.get(table.pool, 0)

@@ -1,4 +1,4 @@
-"""The plan of a step of a model or program: in a given configuration or the best one, with the weights where they are."""
+"""Plans of steps of a model or program, in a given configuration or the best one, with the weights in place."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["Settings", "StepPlans"]
 
 KEPT_PLANS: Final = 32
-"""Plans that are kept for whoever asks for the same size again."""
+"""Plans that are kept, by size."""
 KEPT_ANSWERS: Final = 8192
-"""Sizes of which `StepPlans.fits` remembers the answer."""
+"""Sizes for which `StepPlans.fits` remembers the answer."""
 
 
 class StepPlans:
@@ -34,7 +34,7 @@ class StepPlans:
     asked
         The planner as the caller asked for it.
     config
-        Settings that every plan takes instead of searching; each kind of step takes those that it has.
+        Settings that every plan takes instead of searching; each kind of step takes the settings that it has.
 
     Raises
     ------
@@ -57,20 +57,20 @@ class StepPlans:
             asked.at(StepSize(windows=(1,), rows=1)).config(config)
 
     def settle_on(self, plan: Plan) -> None:
-        """Plan from here on with the weights where this plan has them; a program's are there in all of its plans."""
+        """From now on, plan with the weights where this plan has them; all plans of a program have them there."""
         if self.asked.program is None:
             self.planner = self.asked.with_pinned({"stream": str(plan.config["stream"])})
 
     def plan(self, step: SizedStep, config: Settings | None = None) -> Plan:
-        """Plan with rows and keys rounded up, so that the plan serves again; where only the exact size fits, plan that.
+        """Plan with rows and keys rounded up, so that the plan can be reused; if only the exact size fits, plan that.
 
-        Each size is planned once. The plans are for steps that run: they do not state the largest context, which would
-        have to be solved for every number of masked rows.
+        Each size is planned once. These plans do not state the largest context, which would have to be solved for every
+        number of masked rows.
 
         Parameters
         ----------
         config
-            The settings of this step; what is not named is off, or the first option, and weights stay where they are.
+            The settings of this step. A knob that is not named is off, a choice takes its first option.
 
         Raises
         ------
@@ -85,15 +85,15 @@ class StepPlans:
         return plan
 
     def _made(self, step: SizedStep, config: Settings | None) -> Plan | None:
-        """The plan of a step if one fits, made once while the weights stay where they are."""
+        """The plan of a step, or None if none fits; made once while the weights stay where they are."""
         settings = None if config is None else frozenset((name, repr(value)) for name, value in config.items())
         key = self.planner, step.kind, settings, *step.dims(self.asked.architecture).items()
         return self._plans.find(key, lambda: self._fitting(step, self._settings(step, config), limit=False))
 
     def fits(self, sizes: Iterable[SizedStep], states: Mapping[State, int]) -> bool:
-        """Return whether `plan` finds one for every step, beside these rows of states, without making it.
+        """Return whether `plan` finds one for every step, with these rows of states, without making it.
 
-        It is a lookup where steps of the same rounded sizes were asked for before.
+        It is a lookup if steps of the same rounded sizes were asked for before.
         """
         taken = rounded_states(states)
         return all(self._fits_beside(graph, states, taken) for size in sizes for graph in size.graphs)
@@ -105,7 +105,7 @@ class StepPlans:
         return self._remembered((step.kind, *step.dims(self.asked.architecture).items()), lambda: step)
 
     def _remembered(self, key: Hashable, step: Callable[[], SizedStep]) -> bool:
-        """The answer for a step, found once while the weights stay where they are."""
+        """The answer for a step, computed once while the weights stay where they are."""
         return self._answers.find((self.planner, key), lambda: self._fits(step()))
 
     def _fits(self, step: SizedStep) -> bool:
@@ -114,12 +114,12 @@ class StepPlans:
         return any(planner.fits(step, config=settings) for planner in self._planners(step, settings))
 
     def require(self, sizes: Iterable[SizedStep], states: Mapping[State, int]) -> None:
-        """Make sure that `plan` finds one for every step, beside these rows of states; no plan is made for the answer.
+        """Make sure that `plan` finds one for every step, with these rows of states; no plan is made.
 
         Raises
         ------
         DoesNotFit
-            With what the first step that does not fit needs at least, and the largest context that fits.
+            With the least need of the first step that does not fit, and the largest context that fits.
         """
         taken = rounded_states(states)
         for size in (graph for whole in sizes for graph in whole.graphs):
@@ -128,8 +128,8 @@ class StepPlans:
                 raise self._refusal(step, self._settings(step, None))
 
     def pays(self, size: StepSize) -> bool:
-        """Return whether a step that is cut takes less time than the same step whole, where it keeps as few rows as it is planned
-        for: by plans without regard to the budget, found once."""
+        """Return whether a cut step is predicted faster than the same step whole, if it keeps the rows that it is
+        planned for. The plans ignore the budget and are made once."""
         return self._paying.find((self.planner, size.key), lambda: self._pays(size))
 
     def _pays(self, size: StepSize) -> bool:
@@ -141,7 +141,7 @@ class StepPlans:
         return pays_up_to(whole_ms, prefix_ms, {fewest: suffix_ms}) > 0
 
     def exact(self, step: SizedStep, config: Settings | None = None) -> Plan:
-        """Plan with the weights where they are; where only that fits, with weights elsewhere."""
+        """Plan with the weights where they are, or, if only that fits, elsewhere."""
         settings = self._settings(step, config)
         plan = self._fitting(step, settings, limit=True)
         if plan is None:
@@ -154,13 +154,13 @@ class StepPlans:
         return next((plan for plan in plans if plan.fits), None)
 
     def _planners(self, step: SizedStep, settings: Settings | None) -> tuple[Planner, ...]:
-        """Who may plan a step: weights stay where they are if they can, or if the step's settings are given; between the graphs of
-        one step they cannot move."""
+        """The planners to try in order. Weights that may not move stay in place: between the graphs of a step, or if
+        settings are given."""
         moves = settings is None and not step.keeps_weights and self.asked.pinned != self.planner.pinned
         return (self.planner, self.asked) if moves else (self.planner,)
 
     def _refusal(self, step: SizedStep, settings: Settings | None) -> DoesNotFit:
-        """What to say of a step that does not fit."""
+        """The message for a step that does not fit."""
         planner = self._planners(step, settings)[-1]
         needed, budget = planner.least(step, config=settings), planner.budget
         on_host = needed.device_bytes <= budget.device_bytes
@@ -183,7 +183,7 @@ class StepPlans:
 
 
 def _described(planner: Planner, step: SizedStep) -> str:
-    """A step in words."""
+    """Describe a step."""
     if isinstance(step, ProgramStep):
         sizes = ", ".join(f"{name} = {size:,}" for name, size in planner.at(step).dims.items())
         return f"the step '{step.name}' ({sizes})"
@@ -192,7 +192,7 @@ def _described(planner: Planner, step: SizedStep) -> str:
 
 
 def _way_out(planner: Planner, step: SizedStep, settings: Settings | None) -> str:
-    """What to do about it; of a model's step of one sequence, with the largest context that fits."""
+    """Advice for a step that does not fit; for a model's step of one sequence, with the largest context that fits."""
     if isinstance(step, ProgramStep):
         return ". Raise it, or run smaller steps."
     if settings is not None:

@@ -1,72 +1,35 @@
-"""Streams: what carries a step's launches, and the events that order them across streams.
+"""Streams: they carry a step's launches, and events order the launches across streams.
 
-`Streams` is the protocol that a bound step speaks; `CudaStreams` speaks it to a device, tests write its log down and
-run that in other orders. Where there is none (the CPU) a step runs in program order and no call orders anything.
+A bound step asks `CudaStreams`, in whose place tests write a log down and run that in other orders. Where there is none (the
+CPU) a step runs in program order and no call orders anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 from warnings import catch_warnings, simplefilter
 
 import torch
 
 from mosaic.errors import DeviceLost, RuntimeMemoryError
 
-__all__ = ["MAIN", "CudaStreams", "Event", "Replay", "Streams", "device_lost", "shared_streams"]
-
 MAIN: Final = "main"
 Event: TypeAlias = Any
-"""Whatever `Streams.event` makes."""
-
-
-class Replay(Protocol):
-    """A captured step."""
-
-    def replay(self) -> None:
-        """Launch it on the current stream."""
-
-
-class Streams(Protocol):
-    """Named streams of one device; "main" is where everything runs that no plan puts elsewhere."""
-
-    def event(self) -> Event:
-        """Make an event, to be recorded again and again."""
-
-    def record(self, event: Event, stream: str) -> None:
-        """Let the event stand for all that was given to a stream so far."""
-
-    def wait(self, event: Event, stream: str) -> None:
-        """Let what is given to a stream from now on wait for what the event stands for now."""
-
-    def launcher(self, function: Callable[..., object], stream: str) -> Callable[..., object]:
-        """Give a function that calls `function` with its launches on a stream."""
-
-    def step(self) -> AbstractContextManager[None]:
-        """Run the body with "main" current: after the caller's stream, and the caller's stream after it.
-
-        Where the body raises, all streams are drained.
-        """
-
-    def capture(self, step: Callable[[], None]) -> Replay:
-        """Capture what a function launches, instead of running it; inside `step` only."""
-
-    def replay(self, captured: Replay) -> None:
-        """Run a captured step as `step` would: after the caller's stream, and the caller's stream after it."""
+"""Whatever `CudaStreams.event` makes."""
 
 
 @cache
 def shared_streams(index: int) -> CudaStreams:
-    """Return the streams that all models on one device share: cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that
-    ran a product, as long as the process lives."""
+    """Return the streams that all models on one device share: cuBLAS keeps a workspace (32 MiB on Hopper) for every
+    stream that ran a product, until the process ends."""
     return CudaStreams(index)
 
 
 class CudaStreams:
-    """One CUDA stream per name. See `shared_streams`.
+    """One CUDA stream per name; "main" is where everything runs that no plan puts elsewhere. See `shared_streams`.
 
     Parameters
     ----------
@@ -81,7 +44,7 @@ class CudaStreams:
         self._main = self._stream(MAIN)
         self._entered, self._left = self.event(), self.event()
         self._drained, self._loaded = True, False
-        self._caller: torch.cuda.Stream | None = None  # whose steps were the last
+        self._caller: torch.cuda.Stream | None = None  # the caller's stream of the last step
 
     def _stream(self, name: str) -> torch.cuda.Stream:
         if name not in self.streams:
@@ -89,21 +52,21 @@ class CudaStreams:
         return self.streams[name]
 
     def event(self) -> torch.cuda.Event:
-        """Make an event; recorded once, because that is when CUDA creates it."""
+        """Make an event and record it once: CUDA creates it then."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._main)
         return event
 
     def record(self, event: torch.cuda.Event, stream: str) -> None:
-        """Let the event stand for all that was given to a stream so far."""
+        """Record an event: it then stands for all work on a stream so far."""
         event.record(self.streams[stream])
 
     def wait(self, event: torch.cuda.Event, stream: str) -> None:
-        """Let what is given to a stream from now on wait for what the event stands for now."""
+        """Make later work on a stream wait for the latest record of an event."""
         event.wait(self.streams[stream])
 
     def launcher(self, function: Callable[..., object], stream: str) -> Callable[..., object]:
-        """Give a function that calls `function` with its launches on a stream; from main and back to it."""
+        """Give a function that calls `function` with its launches on a stream, from main and back to it."""
         if stream == MAIN:
             return function
         main, side, make_current = self._main, self._stream(stream), torch.cuda.set_stream
@@ -121,8 +84,8 @@ class CudaStreams:
     def step(self) -> Iterator[None]:
         """Run the body with "main" current: after the caller's stream, and the caller's stream after it.
 
-        Where the body raises, Ctrl-C included, all streams are drained: nothing of the step runs on. A drain that was
-        itself interrupted is made up for by the next step.
+        If the body raises, Ctrl-C included, all streams are drained: nothing of the step runs on. An interrupted drain
+        is repeated by the next step.
         """
         with torch.cuda.device(self.device):
             if not self._drained:
@@ -132,7 +95,7 @@ class CudaStreams:
             try:
                 self._entered.record(caller)
                 self._entered.wait(self._main)
-                if self._caller is not None and self._caller != caller:  # steps may have been replayed there
+                if self._caller is not None and self._caller != caller:  # steps may have been replayed on that stream
                     self._main.wait_stream(self._caller)
                 torch.cuda.set_stream(self._main)
                 yield
@@ -140,23 +103,23 @@ class CudaStreams:
                 self._left.wait(caller)
                 self._drained, self._caller = True, caller
             except BaseException:
-                with suppress(RuntimeError):  # a lost device answers so to everything; the first error says why
+                with suppress(RuntimeError):  # a lost device fails every call; the first error is raised
                     self.drain()
                 raise
             finally:
                 torch.cuda.set_stream(caller)
 
     def drain(self) -> None:
-        """Wait on the host until nothing of ours runs."""
+        """Wait on the host until all streams are empty."""
         for stream in (*self.streams.values(), *([self._caller] if self._caller is not None else [])):
             stream.synchronize()
         self._drained = True
 
-    def replay(self, captured: Replay) -> None:
+    def replay(self, captured: torch.cuda.CUDAGraph) -> None:
         """Run a captured step as `step` would.
 
-        Where the last step came from the same stream, the graph is launched on that stream: it is behind all steps then,
-        and going through "main" would take longer than launching it.
+        If the last step came from the same stream, the graph is launched on that stream: it is behind all steps then,
+        and going through "main" would take longer than the launch.
         """
         index = self.device.index
         if (
@@ -177,16 +140,16 @@ class CudaStreams:
             raise
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Capture what a function launches into a CUDA graph; main must be current, and everything warm.
+        """Capture the launches of a function into a CUDA graph; main must be current, and all kernels loaded.
 
-        `torch.cuda.graph` would do, but it empties PyTorch's caches and waits for the device.
+        `torch.cuda.graph` would also empty PyTorch's caches and wait for the device.
 
         Raises
         ------
         RuntimeMemoryError
-            If something asked PyTorch's allocator for memory, which the plan then does not hold.
+            If the function asked PyTorch's allocator for memory, which the plan would not hold.
         RuntimeError
-            As PyTorch says it, where something cannot be captured.
+            PyTorch's error if an operation cannot be captured.
         """
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         try:
@@ -206,11 +169,11 @@ class CudaStreams:
         return graph
 
     def load_for_captures(self) -> None:
-        """Capture nothing, once: PyTorch's first capture in a process loads kernels of its own, 92 MiB on an H200, which stay with
-        the context and would be taken for a graph's."""
+        """Capture an empty graph, once: PyTorch's first capture in a process loads kernels (92 MiB on an H200) that
+        stay with the context and would be counted as a graph's."""
         if self._loaded:
             return
-        with self.step(), catch_warnings():  # that the graph is empty
+        with self.step(), catch_warnings():  # PyTorch warns that the graph is empty
             simplefilter("ignore")
             self.capture(lambda: None)
         self._loaded = True
@@ -219,7 +182,7 @@ class CudaStreams:
         return int(torch.cuda.memory_stats(self.device).get("allocation.all.allocated", 0))
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-        """End a capture that failed, so that PyTorch's allocator and the streams are as before it."""
+        """End a failed capture, so that PyTorch's allocator and the streams are as before it."""
         with suppress(RuntimeError):
             for name, stream in self.streams.items():
                 with torch.cuda.stream(stream):
@@ -228,7 +191,7 @@ class CudaStreams:
                     self._left.record(stream)
                     self._left.wait(self._main)
         try:
-            with catch_warnings():  # that the graph is empty, where the first launch failed
+            with catch_warnings():  # PyTorch warns of an empty graph, if the first launch failed
                 simplefilter("ignore")
                 graph.capture_end()
         except RuntimeError:
@@ -245,10 +208,10 @@ _LOST: Final = (
 
 
 def device_lost(error: BaseException) -> DeviceLost | None:
-    """Give the typed error where an error says that the device's context is gone for good; None if it does not.
+    """Give a `DeviceLost` if an error says that the device's context is lost; None if it does not.
 
-    PyTorch raises `torch.AcceleratorError` (older ones `RuntimeError`), Triton and the driver's bindings their own, also
-    for errors that a process survives: only the text of CUDA tells.
+    PyTorch raises `torch.AcceleratorError` (older ones `RuntimeError`), Triton and cuda-python their own, also for
+    errors that a process survives: only CUDA's message tells them apart.
 
     Examples
     --------
@@ -257,7 +220,7 @@ def device_lost(error: BaseException) -> DeviceLost | None:
     >>> type(device_lost(RuntimeError("CUDA error: an illegal memory access was encountered"))).__name__
     'DeviceLost'
     """
-    text = (str(error).splitlines() or [""])[0]  # what follows is advice, which speaks of device-side assertions always
+    text = (str(error).splitlines() or [""])[0]  # the other lines are advice that always names device-side assertions
     if not any(cause in text.lower() for cause in _LOST):
         return None
     return DeviceLost(

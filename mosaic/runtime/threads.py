@@ -1,8 +1,8 @@
-"""PyTorch's threads within one operation, for the time of a step on the CPU.
+"""PyTorch's threads within one operation, set during a step on the CPU.
 
-Threads wait for each other after every operation. Operations of a small model take less time than such a wait does
-where something else keeps the cores busy: on two busy cores 96 steps of the small model took 58 s with two threads and
-11 s with one. So a model gets threads by its size, and PyTorch's own setting is put back after each step.
+Threads wait for each other after every operation. If other work keeps the cores busy, such a wait takes longer than an
+operation of a small model: on two busy cores 96 steps of the small model took 58 s with two threads and 11 s with one.
+So the number of threads follows the model's size, and PyTorch's own setting is restored after each step.
 """
 
 from __future__ import annotations
@@ -17,26 +17,24 @@ import torch
 
 from mosaic.errors import UsageError
 
-__all__ = ["WEIGHTS_PER_THREAD", "StepThreads"]
-
 WEIGHTS_PER_THREAD: Final = 1 << 26
-"""Weights of a model that keep a thread busy: one thread up to 67 million, on most machines all of them from 1 billion on."""
+"""Weights per thread: one thread up to 67 million weights, on most machines all threads from 1 billion on."""
 
 
 class StepThreads:
-    """How many threads the operations of a step may use.
+    """The number of threads that the operations of a step may use.
 
     Parameters
     ----------
     weights
         Parameters of the model.
     asked
-        Threads, whatever PyTorch is set to; if not given, by the model's size and at most as many as PyTorch is set to.
+        Threads, whatever PyTorch is set to; if not given, by the model's size, at most PyTorch's own number.
 
     Raises
     ------
     UsageError
-        If `asked` is not a number of threads that this machine has cores for.
+        If `asked` is no integer between 1 and the number of cores.
 
     Examples
     --------
@@ -56,7 +54,7 @@ class StepThreads:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Set PyTorch's number of threads, and put it back as it was."""
+        """Set PyTorch's number of threads, and restore it afterwards."""
         before = torch.get_num_threads()
         wanted = min(before, self._by_size) if self._asked is None else self._asked
         if wanted == before:

@@ -1,10 +1,10 @@
-"""Unrolls a plan into segments of bound calls: launches, and the records and waits that order its streams.
+"""Unroll a plan into segments of bound calls: launches, and the records and waits that order its streams.
 
-An innermost loop is one segment (two where later iterations have something to wait for) whatever its count, everything
-else a straight run. The tables of equal loops are shared between layers and groups of heads, so binding costs little: a
-LLaDA-8B step over 1,048,576 tokens in chunks of 2,048, 2 heads at a time, all streamed, is 7.4 million calls and binds
-in 1.3 s. Without streams, which is on the CPU, short loops are straight runs too, and there a kernel that has a `bind` is
-bound once instead of launched each time.
+An innermost loop is one segment whatever its count (two if later iterations wait for earlier ones); all other ops are
+straight runs. Equal loops of layers and groups of heads share their tables, so binding is cheap: a LLaDA-8B step over
+1,048,576 tokens in chunks of 2,048, 2 heads at a time, all streamed, is 7.4 million calls and binds in 1.3 s. Without
+streams (on the CPU) short loops are straight runs too, and a kernel with a `bind` is bound once instead of launched
+each time.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from mosaic.kernels.binding import check, kernel_of, launcher_of
 from mosaic.planner.plan_records import PlanOp, PlanRecords
 from mosaic.registrar.operator import Implementation, Operator
 from mosaic.registrar.operators import find
+from mosaic.runtime.opening import refuse_other_cards
 from mosaic.runtime.ordering import Body, Signal, bodies_of
 from mosaic.runtime.poison import Fill, Poison, Times
 from mosaic.runtime.regions import Chunks, Region, Regions
 from mosaic.runtime.segments import Arguments, Lines, Segment, Step
-from mosaic.runtime.streams import MAIN, Streams
+from mosaic.runtime.streams import MAIN, CudaStreams
 from mosaic.runtime.views import Column, Loop, SliceOf, Views
-
-__all__ = ["unroll"]
 
 _Columns: TypeAlias = Mapping[str, Column]
 _NO_SIGNALS: Final = Body()
 _ONCE: Final = range(1)
 _FEW: Final = 16
-"""Iterations of a loop on the CPU that are bound one by one, which saves each launch its checks and views."""
+"""Iterations of a CPU loop up to which each one is bound by itself, which saves each launch its checks and views."""
 
 
 class _Bound(NamedTuple):
-    """What is the same wherever an op is bound."""
+    """The part of an op's binding that is the same in all places."""
 
     launch: Callable[..., object]
     bind: Callable[..., Callable[[], object]] | None
@@ -49,7 +48,7 @@ def unroll(
     operators: Mapping[str, Operator],
     regions: Regions,
     views: Views,
-    streams: Streams | None,
+    streams: CudaStreams | None,
     poison: Poison | None,
 ) -> tuple[Segment, ...]:
     """Bind a plan.
@@ -57,16 +56,16 @@ def unroll(
     Parameters
     ----------
     operators
-        Those of its ops that Mosaic does not ship, by name.
+        Operators of the plan's ops that Mosaic does not ship, by name.
     streams
-        What carries the launches; None runs everything in program order.
+        The streams of the launches; None runs everything in program order.
     poison
-        What to fill, if anything.
+        The fills of a poisoned step.
 
     Raises
     ------
     PlanFormatError
-        An op of an operator that was not given and that Mosaic does not ship, or of one that cannot run here.
+        If an op's operator was not given and Mosaic does not ship it, or if its implementation cannot run here.
     """
     return tuple(_Unroller(records, operators, regions, views, streams, poison).segments())
 
@@ -78,7 +77,7 @@ class _Unroller:
         operators: Mapping[str, Operator],
         regions: Regions,
         views: Views,
-        streams: Streams | None,
+        streams: CudaStreams | None,
         poison: Poison | None,
     ) -> None:
         self._operators = operators
@@ -111,14 +110,14 @@ class _Unroller:
         return self._bodies.get(region, _NO_SIGNALS)
 
     def _pass(self, name: str | None, chunks: Chunks, loop: Loop | None, inherited: Times) -> None:
-        """One pass over a body (None: the step); `loop` is the one that is bound for all its iterations at once."""
+        """Unroll one pass over a body (None: the step); `loop` is bound for all its iterations at once."""
         start, end = (0, len(self._ops)) if name is None else (self._regions[name].start, self._regions[name].end)
         body, children = self._body(name), self._regions.children(name)
         due = (self._poison.times(name) if self._poison is not None else Times()).merged(inherited)
         index = start
         while index < end:
             child = children.get(index)
-            # Fills are main's: after it waited for who may still use the bytes, and before it lets others go on.
+            # Fills run on main: after the waits for streams that may use the bytes, before main lets the others go on.
             self._wait(body, index, of_main=True)
             self._fill(due.ends.get(index, ()) if index > start else (), "end", index - 1)
             self._fill(due.starts.get(index, ()), "start", index)
@@ -155,7 +154,7 @@ class _Unroller:
         self._leave(body, region.end)
 
     def _close(self, turns: int, distance: int = 0) -> None:
-        """End the segment in the making; its first `turns` steps are not for the first `distance` rows."""
+        """End the unfinished segment; its first `turns` steps are skipped in the first `distance` rows."""
         lines, self._lines = self._lines, Lines()
         early = min(distance, lines.num_rows) if turns else 0
         for first, last, skip in ((0, early, turns), (early, lines.num_rows, 0)):
@@ -175,14 +174,14 @@ class _Unroller:
                 self._add_wait(stream, [signal], index)
 
     def _enter(self, body: Body, index: int) -> None:
-        """Let side streams begin a body after what main has done."""
+        """Let side streams begin a body after main's work so far."""
         if body.entry is not None:
             self._add_record([body.entry], index)
             for stream in body.entering:
                 self._add_wait(stream, [body.entry], index)
 
     def _leave(self, body: Body, index: int) -> None:
-        """Let main go on from a body after what side streams have done."""
+        """Let main go on from a body after the side streams' work."""
         for signal in body.exits:
             self._add_record([signal], index - 1)
             self._add_wait(MAIN, [signal], index - 1)
@@ -193,7 +192,7 @@ class _Unroller:
             self._add_wait(stream, body.ends[on], index, numbers)
 
     def _finish(self, body: Body, numbers: range, index: int) -> None:
-        """Note the ends of iterations."""
+        """Record the ends of iterations."""
         for slots in body.ends.values():
             self._add_record(slots, index, numbers)
 
@@ -236,7 +235,7 @@ class _Unroller:
         self._add_launch(op, fill.name, MAIN, fill.view.fill_, {"value": fill.value}, {})
 
     def _launch(self, op: PlanOp, chunks: Chunks, loop: Loop | None) -> None:
-        """Add one launch; what its arguments are in each row goes into its column."""
+        """Add one launch; its arguments by row go into its column."""
         bound = self._bind(op)
         on_host = bound.way.on_host
         arguments: dict[str, Any] = dict(op.attrs)
@@ -264,7 +263,7 @@ class _Unroller:
             self._add_launch(*place, bound.launch, arguments, columns)
 
     def _check(self, op: PlanOp, bound: _Bound, arguments: Arguments, columns: _Columns) -> None:
-        """Compare what an op is given with its record: once for all layers and iterations, which have the like of it."""
+        """Compare an op's operands with the operator's record, once for all layers and iterations of the same form."""
         if op.index in self._checked:
             return
         self._checked.add(op.index)
@@ -279,6 +278,7 @@ class _Unroller:
         found = self._bound.get(op.index)
         if found is None:
             operator, way = self._implementation(op)
+            refuse_other_cards(operator, way)
             kernel = kernel_of(way)
             slices: dict[str, tuple[SliceOf, ...]] = {}
             # outer loops first: a chunk of a loop inside counts from the start of the outer one's
@@ -290,7 +290,7 @@ class _Unroller:
         return found
 
     def _implementation(self, op: PlanOp) -> tuple[Operator, Implementation]:
-        """What carries an op out: of the operators that were given or that Mosaic ships, never by what a file names."""
+        """Find the operator of an op among the given and the shipped ones; nothing is imported by a name in a file."""
         kernel = op.kernel
         operator = find(kernel, self._operators)
         if operator is None:
@@ -310,7 +310,7 @@ class _Unroller:
         return self._starts[key]
 
     def _table(self, columns: _Columns) -> Sequence[Arguments] | None:
-        """Lay columns side by side, a row each; equal ones are the same object."""
+        """Lay columns side by side, one row per pass; equal rows are the same object."""
         if not columns:
             return None
         key = tuple((name, column.key) for name, column in columns.items())

@@ -1,4 +1,4 @@
-"""Views of a plan's buffers as ops see them, made when a plan is bound, and shared wherever they show the same bytes."""
+"""Views of a plan's buffers for ops, made when a plan is bound; equal views are shared."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from mosaic.errors import UsageError
 from mosaic.planner.plan_records import PlanBuffer, PlanRecords
 from mosaic.runtime.regions import Chunk, Chunks, Region, Regions
 from mosaic.runtime.workspace import Workspace, torch_dtype
-
-__all__ = ["Column", "Loop", "SliceOf", "Views"]
 
 
 class SliceOf(NamedTuple):
@@ -33,7 +31,7 @@ class Loop(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What an argument is in each iteration of a loop; equal keys mean equal values."""
+    """The value of an argument in each iteration of a loop; equal keys mean equal values."""
 
     key: Hashable
     values: Sequence[Any]
@@ -65,12 +63,12 @@ class Views:
         return self._records.root(record)
 
     def is_adopted(self, buffer: int) -> bool:
-        """Return whether a tensor of the caller's is used for a buffer."""
+        """Return whether a caller's tensor is used for a buffer."""
         record = self._records.buffers[buffer]
         return record.pool != "host" and (record.tensor or "") in self._tensors
 
     def whole(self, buffer: int, slot: int = 0, *, on_device: bool = False) -> Tensor:
-        """View one slot of a buffer; `on_device` shows host memory under the address that kernels reach it by."""
+        """View one slot of a buffer; `on_device` views host memory at the address that kernels use."""
         record = self._records.buffers[buffer]
         adopted = self._tensors.get(record.tensor or "") if record.pool != "host" else None
         if adopted is not None:
@@ -83,13 +81,13 @@ class Views:
         return self.at(*place, on_device=on_device and root.pool == "host")
 
     def bytes_of(self, buffer: int) -> Tensor:
-        """View all bytes that a root covers, in its dtype."""
+        """View all bytes of a root, in its dtype."""
         record = self._records.buffers[buffer]
         numel = record.size // torch_dtype(record.dtype).itemsize
         return self.at(record.pool, record.offset, (numel,), record.dtype)
 
     def at(self, pool: str, offset: int, shape: tuple[int, ...], dtype: str, *, on_device: bool = False) -> Tensor:
-        """View bytes of a pool; the same ones are the same tensor."""
+        """View bytes of a pool; the same bytes are the same tensor."""
         key = pool, offset, shape, dtype, on_device
         view = self._wholes.get(key)
         if view is None:
@@ -100,19 +98,19 @@ class Views:
     def operand(
         self, buffer: int, slices: Sequence[SliceOf], chunks: Chunks, loop: Loop | None, *, on_device: bool = False
     ) -> Tensor | Column:
-        """View a buffer as an op sees it: one view, or a column of them where it changes from iteration to iteration.
+        """View a buffer as an op sees it: one view, or a column of views if it changes from iteration to iteration.
 
-        A buffer from outside a region shows the iteration's rows, one from inside as many of its first rows as the
-        iteration has.
+        A buffer from outside a region is narrowed to the iteration's rows, one from inside to as many of its first rows
+        as the iteration has.
 
         Parameters
         ----------
         slices
-            Outer regions first: a chunk of a loop inside counts from the start of the outer one's.
+            Outer regions first: a chunk of an inner loop counts from the start of the outer chunk.
         chunks
-            The current iterations of the loops around, the bound one apart.
+            The current iterations of the enclosing loops, except the bound one.
         loop
-            The loop that is bound, if the op is in one.
+            The bound loop, if the op is in one.
         """
         record = self._records.buffers[buffer]
         home, rotate = record.region, record.rotate
@@ -124,7 +122,7 @@ class Views:
         if loop is None or not (turns or inner):
             return bases[0]
         ways = tuple((entry.axis, entry.factor, self._is_inside(home, entry.region)) for entry in inner)
-        key = tuple(map(id, bases)), ways, id(loop.chunks)  # all of these are kept, so that ids stay theirs
+        key = tuple(map(id, bases)), ways, id(loop.chunks)  # all are kept alive, so the ids stay unique
         if key not in self._columns:
             values = [
                 self._part(bases[chunk.index % len(bases)], tuple(self._range(home, entry, chunk) for entry in inner))

@@ -1,4 +1,4 @@
-"""What a step must leave alone: weights, on the device and in host memory, and the bytes between and behind them.
+"""Guards of memory that a step must not write: weights, on the device and in host memory, and the gaps around them.
 
 For debugging: the gaps are poisoned before a step, and a checksum of every weight and gap is taken before and after it.
 """
@@ -17,15 +17,13 @@ from mosaic.runtime.poison import POISON
 from mosaic.runtime.views import Views
 from mosaic.runtime.workspace import Workspace
 
-__all__ = ["WeightGuard"]
-
 
 class WeightGuard:
     """The weights and gaps of one plan.
 
     Parameters
     ----------
-    views
+    Of the plan. Adopted tensors are guarded where they are, and have no gaps.
         Of the plan; adopted tensors are guarded where they are, and have no gaps.
     """
 
@@ -49,23 +47,23 @@ class WeightGuard:
                     self._gaps[f"the {start - end:,} bytes after '{name}'"] = views.at(
                         pool, end, (start - end,), "uint8"
                     )
-        # the device's first: reading one waits for the step, whose copies may still be under way to the host
+        # the device's first: reading one waits for the step, which may still be copying to the host
         watched = sorted({**self._weights, **self._gaps}.items(), key=lambda item: item[1].device.type == "cpu")
         self._watched = {name: _words(view) for name, view in watched}
 
     def begin(self) -> None:
-        """Poison the gaps and remember the weights as they are."""
+        """Poison the gaps and record the checksums."""
         for gap in self._gaps.values():
             gap.fill_(POISON)
         self._before = self._sums()
 
     def end(self) -> None:
-        """Compare weights and gaps with what they were at `begin`.
+        """Compare weights and gaps with the checksums of `begin`.
 
         Raises
         ------
         WeightsChanged
-            Naming the weights, and the gaps, that the step has written to.
+            Naming the weights and gaps that the step wrote to.
         """
         after = self._sums()
         changed = [name for name, value in self._before.items() if after[name] != value]
@@ -87,14 +85,14 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _end_of(records: PlanRecords, pool: str) -> int:
-    """Where the weights of a pool end that holds other buffers behind them."""
+    """The end of the weights in a pool that has other buffers behind them."""
     weights = [b for b in records.buffers if b.pool == pool and b.tensor is not None]
     return max(int(b.offset + b.size) for b in weights)
 
 
 def _words(view: Tensor) -> list[Any]:
-    """The words of some bytes, and the bytes behind the last word: arrays on a CPU, where nothing is allocated for a sum; on a
-    device PyTorch's reduction takes a few bytes from its allocator."""
+    """View bytes as words, and the bytes after the last word: NumPy arrays on a CPU, whose sum allocates nothing; on a
+    device tensors, whose reduction takes a few bytes from PyTorch's allocator."""
     whole = view.numel() // 8 * 8 if view.storage_offset() % 8 == 0 else 0
     words = [view[:whole].view(torch.int64)] if whole else []
     parts = [*words, view[whole:]] if whole < view.numel() else words

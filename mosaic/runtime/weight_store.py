@@ -1,4 +1,4 @@
-"""The weights of one model or program: filled where a plan has them, moved to where another has them, or adopted from a module."""
+"""The weights of one model or program: loaded to a plan's places, moved to another plan's, or adopted from a module."""
 
 from __future__ import annotations
 
@@ -27,35 +27,33 @@ if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner
 
-__all__ = ["WeightStore"]
-
 NO_WEIGHTS: Final[Mapping[str, Tensor]] = {}
 
 
 class WeightStore:
-    """Where the weights of a model or program are.
+    """The weights of a model or program, and their places.
 
     Parameters
     ----------
     planner
-        Of the model, whose weights are those of its directory, or random ones of `seed` where it has none; or of the program.
+        Of the model, whose weights are those of its directory, or random by `seed` if it has none; or of the program.
     workspace
-        Whose ranges `weights` and `host` they lie in.
+        The ranges `weights` and `host` of the weights.
     device
-        That the steps run on.
+        The device of the steps.
 
     Attributes
     ----------
     views
-        Every weight by its tensor name, a program's by its buffer's; empty while nothing is loaded.
+        Every weight by its tensor name, a program's by its buffer's name; empty before loading.
     places
-        Where they were loaded, for binding to compare plans with; None for adopted ones.
+        Where they were loaded; binding compares plans with it. None for adopted weights.
     adopted
-        Tensors to take instead of the plan's offsets, by tensor name: a module's own, and constants.
+        Tensors that replace the plan's offsets, by tensor name: a module's own, and constants.
     adopted_bytes
-        Of these, as the ledger counts them.
+        Bytes of adopted tensors in the ledger.
     shown
-        Whether a caller was given the views since they were loaded, and may have written into them.
+        Whether a caller got the views since the weights were loaded, and may have written into them.
     """
 
     def __init__(self, planner: Planner, workspace: Workspace, device: torch.device, *, seed: int) -> None:
@@ -72,12 +70,12 @@ class WeightStore:
         return self.views
 
     def fill(self, plan: Plan, given: Mapping[str, Tensor] | None = None) -> None:
-        """Fill the weights where a plan has them, the device's and those that are streamed.
+        """Fill the weights where a plan has them, on the device and in host memory.
 
         Parameters
         ----------
         given
-            A module's own parameters, adopted without a copy; or tensors that a program's weights are copied from.
+            A module's own parameters, adopted without a copy; or tensors that are copied into a program's weights.
         """
         if self._planner.program is not None:
             commit_weights(plan, self._workspace)
@@ -104,15 +102,15 @@ class WeightStore:
         self.views, self.places = views, plan.weights
 
     def _staging(self, plan: Plan) -> Tensor:
-        """Memory to draw in for the host: where the device's weights come later, if there is room, for a budget may leave
-        none beside them; else where the first step's workspace comes."""
+        """Staging for drawing host weights: the range of the device's weights if there is room, else that of the first
+        step's workspace; a budget may leave no memory beside them."""
         pool = "weights" if plan.components["weights"] >= PIECE_BYTES else "workspace"
         if pool == "workspace":
             self._workspace.resize(pool, PIECE_BYTES)
         return self._workspace.view(pool, 0, (PIECE_BYTES,), "uint8")
 
     def _adopt(self, plan: Plan, state: Mapping[str, Tensor]) -> None:
-        """Take a module's own parameters, without a copy, and make the constants."""
+        """Adopt a module's own parameters without a copy, and make the constants."""
         records = plan.records.buffers
         names = {tensor_rows(record.tensor)[0] for record in records if record.tensor is not None}
         bare = {name for name in state if f"model.{name}" in names - state.keys()}
@@ -129,12 +127,12 @@ class WeightStore:
         self.adopted_bytes = plan.components["weights"]
 
     def serves(self, plan: Plan) -> bool:
-        """Return whether the weights are where a plan has them. All plans of a program have them at one place.
+        """Return whether the weights are where a plan has them. All plans of a program have them in the same places.
 
         Raises
         ------
         UsageError
-            If they are not, and cannot be: a module's parameters stay where they are.
+            If they are not, and cannot move: a module's parameters stay where they are.
         """
         if self._planner.program is not None:
             return True
@@ -147,5 +145,5 @@ class WeightStore:
         return wanted == self._streamed
 
     def forget(self) -> None:
-        """Let go of all views; the memory is the workspace's to give back."""
+        """Drop all views; the workspace frees the memory."""
         self.views, self.places, self.shown = NO_WEIGHTS, None, False

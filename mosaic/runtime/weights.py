@@ -1,6 +1,6 @@
-"""Weights of a plan: loaded straight to their place, on the device or in host memory; drawn at random; or adopted.
+"""Weights of a plan: loaded in place, on the device or in host memory; drawn at random; or adopted.
 
-Also the constants that plans ask for, and saving.
+Also the constants of plans, and saving.
 """
 
 from __future__ import annotations
@@ -29,31 +29,18 @@ from mosaic.runtime.frequencies import inverse_frequencies
 from mosaic.runtime.workspace import HOST, Workspace, torch_dtype
 from mosaic.units import format_bytes
 
-__all__ = [
-    "adopt_tensors",
-    "commit_weights",
-    "fill_randomly",
-    "load_weights",
-    "place_weights",
-    "require_in_place",
-    "save_checkpoint",
-    "streamed_bytes",
-    "weight_views",
-]
-
 INIT_STD: Final = 0.02
 
 
 def place_weights(
     plan: AnyPlan, workspace: Workspace, given: Mapping[str, Tensor] | None, *, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Fill the weights of a plan of a user's own: with the tensors that are given, else at random.
+    """Fill the weights of a program's plan: from given tensors, else at random.
 
     Parameters
     ----------
     given
-        By the buffers' `tensor`, or by their names; of the plan's shapes and dtypes, on any device. Constants are computed.
-
+        By the buffers' `tensor` field or name, in the plan's shapes and dtypes, on any device. Constants are computed.
     Returns
     -------
     dict
@@ -62,7 +49,7 @@ def place_weights(
     Raises
     ------
     CheckpointError
-        If a tensor is missing, of another shape or dtype, or used by nothing.
+        If a tensor is missing, has another shape or dtype, or belongs to no weight.
     """
     records = [r for r in records_in(plan).buffers if r.holds_weight]
     views = {r.name: workspace.view(r.pool, r.offset, r.shape, r.dtype) for r in records}
@@ -91,7 +78,7 @@ def _listed(what: str, names: Sequence[str]) -> str:
 
 
 def _alike(key: str, view: Tensor, found: Tensor) -> Tensor:
-    """Make sure that a tensor is what the plan has."""
+    """Make sure that a tensor has the plan's shape and dtype."""
     if found.shape != view.shape or found.dtype != view.dtype:
         expected, got = (f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (view, found))
         raise CheckpointError(f"weights: tensor '{key}': expected {expected}, found {got}.")
@@ -108,7 +95,7 @@ def _stored(plan: AnyPlan) -> Iterator[tuple[str, PlanBuffer]]:
 def weight_views(plan: AnyPlan, workspace: Workspace) -> dict[str, Tensor]:
     """View every weight of a plan in its range, by its `tensor` field; constants (`=...`) too.
 
-    Those of kind `host` are views of host memory, the others of the device's.
+    Weights of kind `host` are views of host memory, the others of the device's.
     """
     return {
         tensor: workspace.view(record.pool, record.offset, record.shape, record.dtype)
@@ -122,12 +109,12 @@ def require_in_place(document: Mapping[str, Any], loaded: WeightMap) -> None:
     Parameters
     ----------
     loaded
-        Pool, offset and bytes of each weight in memory, by its `tensor` name: `weights` of the plan that it was loaded for.
+        Pool, offset and bytes of each loaded weight, by `tensor` name: `weights` of the plan it was loaded for.
 
     Raises
     ------
     WeightsMisplaced
-        Naming the tensors that are not loaded, or lie elsewhere or in another size.
+        Naming the weights that are not loaded, or have another place or size.
     """
     planned = weight_map(document)
     wrong = [tensor for tensor, place in planned.items() if loaded.get(tensor) != place]
@@ -147,13 +134,13 @@ def _place_text(place: tuple[str, int, int]) -> str:
 
 
 def streamed_bytes(plan: AnyPlan) -> int:
-    """Return the bytes of host memory that the streamed weights of a plan reach; hidden states come after them."""
+    """Return the end of a plan's streamed weights in host memory, in bytes; hidden states come after them."""
     return max((b.offset + b.size for _, b in _stored(plan) if b.pool == HOST), default=0)
 
 
 def commit_weights(plan: AnyPlan, workspace: Workspace) -> None:
-    """Commit exactly the memory of a plan's weights, the device's and the streamed ones."""
-    # loading touches every page itself; faulting them in before would clear them for nothing
+    """Commit exactly the memory of a plan's weights, on the device and in host memory."""
+    # loading touches every page itself; faulting them in earlier would zero them in vain
     streamed = streamed_bytes(plan)
     sizes = {"weights": records_in(plan).pool("weights").capacity, **({HOST: streamed} if streamed else {})}
     workspace.resize_all(sizes, populate=False)
@@ -165,12 +152,12 @@ def load_weights(views: Mapping[str, Tensor], checkpoint: Checkpoint, architectu
     Parameters
     ----------
     architecture
-        Of the model whose weights these are, all of them: what the checkpoint holds besides is refused.
+        Of the model with these weights, all of them: other tensors of the checkpoint are refused.
 
     Raises
     ------
     CheckpointError
-        If a tensor is missing, used by nothing, of another shape, or not convertible, or the file ends before it.
+        If a tensor is missing, unknown, of another shape, or not convertible, or the file ends before it.
     """
     if architecture is not None:
         checkpoint.layout.verify(((name, tuple(view.shape)) for name, view in views.items()), architecture)
@@ -203,23 +190,22 @@ def fill_randomly(
     staging: Tensor | None = None,
     architecture: Architecture | None = None,
 ) -> None:
-    """Fill the views with random weights: normal with deviation 0.02, around 1 for norms (vectors that are no bias).
+    """Fill the views with random weights: normal with deviation 0.02, norms (vectors that are no bias) around 1.
 
-    Every tensor has a generator of its own, seeded by its name, and is drawn in pieces of `PIECE_BYTES`, so that its
-    values depend neither on the rest of the model nor on where it lies (but CPU and CUDA generators differ).
+    Every tensor has its own generator, seeded by its name, and is drawn in pieces of `PIECE_BYTES`: its values depend
+    neither on the rest of the model nor on its place (but CPU and CUDA generators differ).
 
     Parameters
     ----------
     views
         Contiguous, on the CPU or a device; filled.
     seed
-        Another one gives another model.
+        A different seed gives a different model.
     staging
-        uint8 [at least PIECE_BYTES] on the device: what views of host memory get is drawn there, with the values that
-        it would have on the device. Without it, views of host memory are drawn by the CPU. May lie in the views of the
-        device, which are filled last.
+        uint8 [at least PIECE_BYTES] on the device: weights of host memory are drawn there, so that they get the
+        device's values. Without it, the CPU draws them. It may overlap the device's views, which are filled last.
     architecture
-        Of the model whose weights these are; None: none of them is stored in parts.
+        Of the model; None: no weight is stored in parts.
 
     Raises
     ------
@@ -231,7 +217,7 @@ def fill_randomly(
             f"drawing weights for host memory needs {format_bytes(PIECE_BYTES)} of staging on the device, "
             f"{format_bytes(staging.numel())} were given: commit more of the range that it lies in."
         )
-    # what goes through the staging first (False sorts before True): the staging may lie where the others go
+    # weights that use the staging go first (False sorts before True): the staging may overlap the others
     order = sorted(plain_weights(views).items(), key=lambda item: staging is None or item[1].device == staging.device)
     for tensor, view in order:
         if tensor.startswith("="):
@@ -252,7 +238,7 @@ def _draw_named(name: str, out: Tensor, seed: int, staging: Tensor | None) -> No
 
 
 def draw(out: Tensor, mean: float, seed: int, staging: Tensor | None) -> None:
-    """Draw one tensor, piece by piece from one generator, in place or by way of the staging."""
+    """Draw one tensor in pieces from one generator, in place or through the staging."""
     through = staging[:PIECE_BYTES].view(out.dtype) if staging is not None and staging.device != out.device else None
     generator = torch.Generator((out if through is None else through).device).manual_seed(seed)
     size = PIECE_BYTES // out.element_size()
@@ -284,18 +270,18 @@ def adopt_tensors(
     device: torch.device | str = "cpu",
     architecture: Architecture | None = None,
 ) -> dict[str, Tensor]:
-    """Take a module's own parameters for the weights of a plan, without a copy.
+    """Adopt a module's own parameters as the weights of a plan, without a copy.
 
     Parameters
     ----------
     state
         `module.state_dict()`, or any mapping of the plan's tensor names to tensors. A stack is looked up under its
-        template, and as one tensor only: members that lie apart cannot be adopted. Of a tensor that the plan takes by
-        rows, the rows are taken.
+        template and must be one tensor: separate members cannot be adopted. If the plan takes rows of a tensor, those
+        rows are adopted.
     device
-        Where the plan runs, and all parameters must be: "cpu", or a CUDA device with its index.
+        The device of the plan and of all parameters: "cpu", or a CUDA device with its index.
     architecture
-        Of the model: what the module holds besides is refused.
+        Of the model: other tensors of the module are refused.
 
     Returns
     -------
@@ -305,7 +291,7 @@ def adopt_tensors(
     Raises
     ------
     CheckpointError
-        If a parameter is missing, of another shape or dtype, not contiguous, elsewhere, or used by nothing.
+        If a parameter is missing, unknown, of another shape or dtype, not contiguous, or on another device.
     """
     found: dict[str, Tensor] = {}
     for record in records_in(plan).buffers:
@@ -332,7 +318,7 @@ def _not_adoptable(name: str, record: PlanBuffer, state: Mapping[str, Tensor]) -
 
 
 def _refuse_more(state: Mapping[str, Tensor], used: Iterable[str], architecture: Architecture) -> None:
-    """Refuse what a module has and the plan does not use, and copies that are none."""
+    """Refuse tensors of a module that the plan does not use, and tied copies that differ."""
     refuse_unused("the module", architecture.unused(state, used))
     for copy, original in architecture.copies.items():
         if copy in state and not torch.equal(state[copy], state[original]):
@@ -353,9 +339,9 @@ def _adopt(name: str, record: PlanBuffer, tensor: Tensor, device: torch.device) 
 
 
 def save_checkpoint(directory: str | os.PathLike[str], views: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Write `model.safetensors` and `config.json`: stacks as members, rows of a tensor as that tensor, no constants.
+    """Write `model.safetensors` and `config.json`: stacks as members, slices joined into their tensor, no constants.
 
-    Copies nothing in memory.
+    Makes no copy in memory.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Workspace: the ranges of one device into which the offsets of plans point, and typed views of them.
+"""Workspace: the ranges of one device that the offsets of plans point into, and typed views of them.
 
-One range per pool of the plan document (`workspace`, `weights`, `state/NAME` for each state, `host`), reserved large and
-committed as plans need: a state that grows moves nothing of another. `host` is memory of the host that the device copies
-from and reads: pinned where the device is a CUDA card.
+One range per pool of the plan document (`workspace`, `weights`, `state/NAME` for each state, `host`), reserved large
+and committed as plans need: growing one state moves nothing of another. `host` is host memory that the device copies
+from and reads, pinned for a CUDA card.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,16 +18,14 @@ from torch import Tensor
 from mosaic.errors import PlanFormatError, RuntimeMemoryError
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.page_pool import PAGE_BYTES, PagePool
-from mosaic.runtime.range_pool import ClosesOnExit, close_all
+from mosaic.runtime.range_pool import ClosesOnExit, Range, RangePool, close_all
 from mosaic.runtime.spans import Spans
-
-__all__ = ["DTYPES", "Pool", "Range", "Workspace", "torch_dtype"]
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     name: getattr(torch, name)
     for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 }
-"""Name in plans -> PyTorch dtype."""
+"""PyTorch dtype by its name in plans."""
 
 RESERVE_BYTES: Final = 1 << 40
 """The most address space of a range; a process has 128 TiB."""
@@ -46,59 +44,6 @@ def torch_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-class Range(Protocol):
-    """A range of a pool, on whatever device: `PageRange`, `CudaRange`, `HostRange`."""
-
-    name: str
-    address: int
-    capacity_bytes: int
-    changes: int
-
-    @property
-    def committed_bytes(self) -> int:
-        """Bytes that are memory."""
-
-    @property
-    def end_bytes(self) -> int:
-        """Where the last byte that is memory ends; holes before it are not."""
-
-    @property
-    def tensor(self) -> Tensor:
-        """uint8 over the range."""
-
-    @property
-    def device_tensor(self) -> Tensor:
-        """The same bytes as the device sees them; another tensor than `tensor` for pinned host memory alone."""
-
-    def commit(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
-        """Back `[0, num_bytes)`, rounded up to pages, with memory, except in `holes`. What has memory keeps it."""
-
-    def decommit(self, num_bytes: int = 0, *, holes: Spans = ()) -> None:
-        """Give back what is beyond `[0, num_bytes)`, rounded up to pages, and whole pages inside of `holes`."""
-
-    def resize(self, num_bytes: int, *, holes: Spans = (), populate: bool = True) -> None:
-        """Back exactly `[0, num_bytes)`, rounded up to pages, with memory, except in `holes`."""
-
-    def resident_bytes(self) -> int:
-        """Give the bytes in physical memory."""
-
-
-class Pool(Protocol):
-    """Ranges that share a ledger: `PagePool`, `CudaPool`, `HostPool`."""
-
-    ledger: DeviceLedger
-
-    @property
-    def ranges(self) -> Mapping[str, Range]:
-        """The open ranges by name."""
-
-    def reserve(self, name: str, capacity_bytes: int) -> Range:
-        """Reserve a range; it holds no memory yet."""
-
-    def close(self) -> None:
-        """Close every range."""
-
-
 class Workspace(ClosesOnExit):
     """The memory of one device, by pool.
 
@@ -107,15 +52,15 @@ class Workspace(ClosesOnExit):
     ledger
         Owner of the budget; a fresh one without a limit if not given.
     capacities
-        Bytes of address space to reserve per pool. Where not given, the budget, which is all that a range can hold, and 1 TiB
-        at most. Reserving costs no memory.
+        Bytes of address space to reserve per pool. If not given, the budget, which is the most that a range can hold,
+        up to 1 TiB. Reserving costs no memory.
     page_bytes
         Granularity of commits: a plan's `page_bytes`.
     pool
-        Where the ranges come from, with a ledger and pages of its own; a `PagePool` of the two above if not given.
+        The source of the ranges, with its own ledger and pages; a `PagePool` of the two above if not given.
     host
-        Where the range `host` comes from, with a ledger of its own: a `HostPool` for a CUDA card. Beside a `PagePool`,
-        another one without a limit if not given.
+        The source of the range `host`, with its own ledger: a `HostPool` for a CUDA card. Beside a `PagePool`, another
+        one without a limit if not given.
 
     Examples
     --------
@@ -132,10 +77,10 @@ class Workspace(ClosesOnExit):
         *,
         capacities: Mapping[str, int] | None = None,
         page_bytes: int = PAGE_BYTES,
-        pool: Pool | None = None,
-        host: Pool | None = None,
+        pool: RangePool | None = None,
+        host: RangePool | None = None,
     ) -> None:
-        self.pages: Pool = pool if pool is not None else PagePool(ledger, page_bytes=page_bytes)
+        self.pages: RangePool = pool if pool is not None else PagePool(ledger, page_bytes=page_bytes)
         if host is None and isinstance(self.pages, PagePool):
             host = PagePool(DeviceLedger(device=HOST), page_bytes=self.pages.page_bytes)
         self.host = host
@@ -143,10 +88,10 @@ class Workspace(ClosesOnExit):
 
     @property
     def ledger(self) -> DeviceLedger:
-        """The ledger that the pages of the device are charged to; `host.ledger` has those of the host."""
+        """The ledger of the device's pages; `host.ledger` is that of the host."""
         return self.pages.ledger
 
-    def _pool(self, name: str) -> Pool:
+    def _pool(self, name: str) -> RangePool:
         if name != HOST:
             return self.pages
         if self.host is None:
@@ -157,7 +102,7 @@ class Workspace(ClosesOnExit):
         return self.host
 
     def range(self, name: str) -> Range:
-        """Give the range of a pool, reserving it on first use."""
+        """Give the range of a pool, reserved on first use."""
         pool = self._pool(name)
         existing = pool.ranges.get(name)
         if existing is not None:
@@ -176,7 +121,7 @@ class Workspace(ClosesOnExit):
     ) -> None:
         """Commit at least these bytes of several pools, except `holes`; nothing is given back.
 
-        Where a growth is refused, that pool stays as it was, and those before it have grown.
+        If a growth is refused, that pool stays as it was, and earlier pools have grown.
         """
         for name, size in sizes.items():
             self.range(name).commit(size, holes=holes.get(name, ()), populate=populate)
@@ -186,13 +131,13 @@ class Workspace(ClosesOnExit):
     ) -> None:
         """Commit exactly these bytes of several pools, except `holes`. Pools shrink first: others may need their pages.
 
-        Where a growth is refused, that pool is not grown, and those before it have their new sizes.
+        If a growth is refused, that pool is not grown, and earlier pools have their new sizes.
         """
         self.trim_all(sizes, holes=holes)
         self.commit_all(sizes, holes=holes, populate=populate)
 
     def trim_all(self, sizes: Mapping[str, int], *, holes: Mapping[str, Spans] = NO_HOLES) -> None:
-        """Give back what several pools have beyond these bytes and inside of `holes`; nothing grows."""
+        """Give back what several pools have beyond these bytes and inside `holes`; nothing grows."""
         for name, size in sizes.items():
             self.range(name).decommit(size, holes=holes.get(name, ()))
 
@@ -202,7 +147,7 @@ class Workspace(ClosesOnExit):
         Parameters
         ----------
         name, offset, shape, dtype
-            The pool of a buffer, its address there in bytes, and what it holds.
+            The pool of the view, its offset there in bytes, and its contents.
         on_device
             View pinned host memory as a tensor of the device, for kernels; other pools are on the device anyway.
 
@@ -229,7 +174,7 @@ class Workspace(ClosesOnExit):
         return {name: part.committed_bytes for name, part in self._ranges().items()}
 
     def changes(self) -> int:
-        """Return how often the open ranges had memory added or given back; steps of sizes seen before change nothing."""
+        """Return how often open ranges grew or shrank; repeated step sizes do not change it."""
         return sum(part.changes for part in self._ranges().values())
 
     def resident_bytes(self) -> dict[str, int]:
@@ -237,7 +182,7 @@ class Workspace(ClosesOnExit):
         return {name: part.resident_bytes() for name, part in self._ranges().items()}
 
     def close(self) -> None:
-        """Give all memory back. If one pool cannot, the others still do, and its error is raised at the end.
+        """Give all memory back. If one pool fails, the others still give theirs back, then its error is raised.
 
         Closing twice is fine.
         """

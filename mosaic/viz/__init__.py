@@ -1,4 +1,4 @@
-"""Pictures, reports and traces of plans. No planning logic: everything reads a plan document.
+"""Pictures, reports and traces of plans. Everything reads a plan document; nothing here plans.
 
 >>> import mosaic.viz                                # imports neither torch nor matplotlib
 >>> mosaic.viz.save(document, "plan.html")           # doctest: +SKIP

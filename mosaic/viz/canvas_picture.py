@@ -1,7 +1,7 @@
 """The canvas of a generation as it fills in: every token by its state, the plan's memory beside it.
 
-For terminals (rich) and notebooks. Plain lists and numbers in; no tokenizer, no torch. Every state has a second cue
-beside its colour, and without colour the cue alone remains.
+For terminals (rich) and notebooks. Inputs are plain lists and numbers; no tokenizer, no torch. Every state has a second
+cue beside its colour; without colour only that cue remains.
 """
 
 from __future__ import annotations
@@ -21,19 +21,6 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
 
-__all__ = [
-    "HIGH",
-    "LOW",
-    "STATES",
-    "CanvasPicture",
-    "CanvasTracker",
-    "Cell",
-    "CellState",
-    "Memory",
-    "Progress",
-    "printable",
-]
-
 CellState: TypeAlias = Literal["mask", "low", "medium", "high", "earlier"]
 LOW: Final = 0.5
 """Confidence below which a token is `low`."""
@@ -50,7 +37,7 @@ _PANEL_COLUMNS: Final = 27
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Look:
-    """How one state is drawn: `style` is rich's second cue, `css` the notebook's."""
+    """The look of one state: `style` is rich's, `css` the notebook's."""
 
     label: str
     color: str
@@ -75,8 +62,8 @@ STATES: Final[Mapping[CellState, _Look]] = {
 class Cell:
     """One position of the canvas.
 
-    `text` is what its token adds: it may be empty (part of a character) or hold newlines, and is ignored for `mask`.
-    `confidence` is the token's when it was committed.
+    `text` is the text that its token adds: it may be empty (part of a character) or hold newlines, and is ignored for
+    `mask`. `confidence` is the token's when it was committed.
     """
 
     state: CellState = "mask"
@@ -100,7 +87,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Counters; `steps` and `blocks` are 0 where the algorithm does not know them beforehand."""
+    """Counters; `steps` and `blocks` are 0 if the algorithm does not know them beforehand."""
 
     step: int
     masked: int
@@ -133,7 +120,7 @@ class CanvasPicture:
     cells
         The positions to be generated, in order.
     progress, memory
-        What stands beside the text, or None.
+        The figures beside the text, or None.
     max_lines
         Show at most this many lines of text, around the first mask; None shows all.
 
@@ -185,7 +172,7 @@ class CanvasPicture:
             yield Group(panel, facts, legend)
 
     def _window(self, console: Console, width: int, ascii_only: bool) -> tuple[Text, str]:
-        """The lines around the first mask, and which of how many they are ("" for all)."""
+        """The lines around the first mask, and their range and total as text ("" for all lines)."""
         from rich.text import Text
 
         lines = list(self._text(ascii_only).wrap(console, width, overflow="fold", tab_size=4))
@@ -311,7 +298,7 @@ def bar(share: float, width: int, *, ascii_only: bool = False) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return the text with control characters made visible, but for newlines and tabs, so that no token drives a terminal.
+    r"""Return the text with control characters, except newlines and tabs, made visible: no token drives a terminal.
 
     >>> printable("a\x1b[2Jb\n")
     'a␛[2Jb\n'
@@ -327,7 +314,7 @@ _VISIBLE: Final = {
 
 
 class CanvasTracker:
-    """Follows a generation commit by commit and gives a picture of its canvas at any moment.
+    """Follows a generation commit by commit and draws its canvas at any moment.
 
     Tokens committed since the last canvas are shown by confidence, the others as earlier.
 
@@ -335,9 +322,9 @@ class CanvasTracker:
     ----------
     length
         Positions to be generated.
-    texts
+    Returns the text that each of a run of token ids adds, one string per id.
         Gives what each of a run of token ids adds to the text, one string per id.
-    first
+    Position of the canvas's first token in the sequence, the length of the prompt: for `take`.
         Position of the canvas's first token in the sequence, the length of the prompt: for `take`.
 
     Examples
@@ -360,12 +347,12 @@ class CanvasTracker:
         self._known: dict[tuple[int, ...], Sequence[str]] = {}
 
     def commit(self, positions: Sequence[int], token_ids: Sequence[int], confidences: Sequence[float]) -> None:
-        """Write tokens at positions counted from the first generated one; written ones may be replaced.
+        """Write tokens at positions counted from the first generated one; written tokens may be replaced.
 
         Raises
         ------
         UsageError
-            If a position is not on the canvas, or the three do not go together.
+            If a position is not on the canvas, or the three lengths differ.
         """
         if not len(positions) == len(token_ids) == len(confidences):
             raise UsageError(
@@ -380,7 +367,7 @@ class CanvasTracker:
     def take(self, step: Any) -> None:
         """Follow a `mosaic.decoding.Step`: `model.generate(…, on_step=tracker.take)`.
 
-        What is beyond the canvas is left out: models that attend by blocks also fill the rest of the last one.
+        Tokens beyond the canvas are left out: models that attend by blocks also fill the rest of the last block.
         """
         columns = step.positions.tolist(), step.token_ids.tolist(), step.confidence.tolist()
         for position, token, score in zip(*columns, strict=True):
@@ -396,9 +383,9 @@ class CanvasTracker:
     def canvas(
         self, *, steps: int = 0, blocks: int = 0, tokens_per_second: float = 0.0, max_lines: int | None = None
     ) -> CanvasPicture:
-        """Return the canvas now; what it shows as just committed is earlier for the next one.
+        """Return the canvas now; its new tokens are `earlier` ones for the next canvas.
 
-        `steps` and `blocks` are how many there will be in all; 0: unknown. `max_lines` as in `CanvasPicture`.
+        `steps` and `blocks` are the expected totals; 0: unknown. `max_lines` as in `CanvasPicture`.
         """
         cells, progress = self._cells(), self._progress
         self._fresh.clear()
@@ -419,7 +406,7 @@ class CanvasTracker:
         return cells
 
     def _runs(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Runs of tokens without a mask between them, with their starts: a character may be spread over several tokens."""
+        """Runs of tokens without a mask between them, with their starts: a character may span several tokens."""
         runs: list[tuple[int, tuple[int, ...]]] = []
         start, run = 0, list[int]()
         for position, token in enumerate([*self._ids, None]):

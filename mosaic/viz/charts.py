@@ -30,13 +30,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["before_after_figure", "blank_figure", "figure_png", "plan_figure", "plan_png"]
-
 _LAYER: Final = re.compile(r"^\w+\.\d+/")  # every tick would repeat it
 _INK: Final = "#333333"
 _FAINT: Final = "#E4E4E4"
-_ZOOM_OPS: Final = 24  # about two layers: few enough that op names can be read
-_LOOP_STEP: Final = 0.08  # of the peak, from the bar of a loop to that of a loop in it: room for a name
+_ZOOM_OPS: Final = 24  # about two layers, with readable op names
+_LOOP_STEP: Final = 0.08  # share of the peak between the bars of nested loops: room for a name
 _Box = tuple[Mapping[str, Any], int, int, str]  # buffer, [start, end) as drawn, colour of its name
 
 
@@ -118,7 +116,7 @@ def _change(before: int, after: int, labels: tuple[str, str]) -> str:
 
 
 def _headline(figure: Figure, title: str, subject: str) -> None:
-    """Write what is seen in bold, of what beneath it, and keep the panels below both."""
+    """Write the title in bold and the subject beneath, and keep the panels below both."""
     height = figure.get_figheight()
     left = 0.1 / figure.get_figwidth()
     figure.text(left, 1 - 0.10 / height, title, va="top", fontsize=13, fontweight="bold", color=_INK)
@@ -233,7 +231,7 @@ def _draw_map(axes: Axes, doc: Document, first: int, last: int) -> None:
 
 
 def _draw_names(axes: Axes, boxes: Sequence[_Box], first: int, last: int, top: float) -> None:
-    """Write a buffer's name where it has room; the ones left out are in the report's hover."""
+    """Write a buffer's name if it has room; names left out are in the report's hover."""
     for buffer, start, end, ink in boxes:
         wide, tall = (end - start) / (last - first), buffer["size"] / GIB / top
         label = buffer["name"].rsplit("/", 1)[-1]
@@ -245,7 +243,7 @@ def _draw_names(axes: Axes, boxes: Sequence[_Box], first: int, last: int, top: f
 
 
 def _draw_loops(axes: Axes, doc: Document, first: int, last: int, top: float) -> None:
-    """Mark each chunk loop above the map by a bar, inner ones above outer ones; wide bars say how often it runs."""
+    """Mark each chunk loop above the map by a bar, inner ones above outer ones; wide bars show the iterations."""
     depth: dict[str, int] = {}
     for region in doc["regions"]:
         depth[region["name"]] = depth.get(region["parent"], -1) + 1

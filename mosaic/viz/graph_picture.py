@@ -1,4 +1,4 @@
-"""A picture of a graph before any number is known: ops in program order, and a rail for every buffer.
+"""A picture of a graph without sizes: ops in program order, and a rail for every buffer.
 
 Program order runs downwards, so a rail shows how long its buffer is alive. Layers that repeat are drawn once. Imports
 matplotlib (extra `viz`) only when a picture is drawn, with Agg and without pyplot; knows no sizes and plans nothing.
@@ -21,11 +21,9 @@ if TYPE_CHECKING:
 
     from mosaic.registrar.parts import Buffer, DimInfo, Edge, Op, Region
 
-__all__ = ["Drawn", "Picture", "graph_figure", "graph_png"]
-
 _NUMBERED: Final = re.compile(r"((?:.*?/)?\w+)\.(\d+)(?=/)")  # "layers.3" of "layers.3/ffn/gate"
 _MAIN: Final = "main"
-_UNSEEN: Final = frozenset({"weight", "scratch"})  # of every op; they would hide the flow
+_UNSEEN: Final = frozenset({"weight", "scratch"})  # every op has them; they would hide the flow
 _RAILS: Final[Mapping[str, str]] = {
     "input": COLORS["inputs"], "state": "#B39B00", "output": COLORS["statistics"], "carry": COLORS["attention"],
     "transient": COLORS["hidden"],
@@ -34,7 +32,7 @@ _TINTS: Final = ("#E7F1EC", "#FBF0DC", "#E9EDF7", "#F7E8EF", "#EEF5D9", "#E6F4F7
 _INK, _FAINT, _LINE = "#333333", "#7A7A7A", "#C9C9C9"
 _MOST_LISTED: Final = 3
 
-# Lengths in inches: the axes cover the figure, one unit an inch, so that text and boxes agree.
+# Lengths in inches: the axes cover the figure at one unit per inch, so that text and boxes agree.
 _ROW: Final = 0.27
 _BOX: Final = 0.21
 _HEADER: Final = 0.24
@@ -57,7 +55,7 @@ class _Frame:
 
 @dataclass(slots=True, kw_only=True)
 class _Rail:
-    """What happens to one storage: the rows that write and read it."""
+    """The accesses to one storage: the rows that write and read it."""
 
     name: str
     kind: str
@@ -73,7 +71,7 @@ class _Rail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """A line of the picture: an op, or a buffer that is there before the first op."""
+    """A line of the picture: an op, or a buffer that exists before the first op."""
 
     label: str
     note: str
@@ -83,7 +81,7 @@ class _Row:
 
 
 class Drawn(Protocol):
-    """What is drawn of a graph."""
+    """The drawn parts of a graph."""
 
     name: str
     dims: dict[str, DimInfo]
@@ -94,7 +92,7 @@ class Drawn(Protocol):
 
     @property
     def edges(self) -> list[Edge]:
-        """What orders ops of several streams."""
+        """The edges that order ops of different streams."""
 
     def root(self, buffer: Buffer) -> Buffer:
         """Return the buffer whose storage this one occupies."""
@@ -108,17 +106,17 @@ def graph_png(graph: Drawn) -> bytes:
 def graph_figure(graph: Drawn) -> Figure:
     """Draw ops as boxes in program order, loops as tinted frames, side streams in lanes of their own, buffers as rails.
 
-    A rail starts at what writes the buffer (filled dot) and ends at the last reader (hollow dot); aliases share the
-    rail of their root; weights and scratch are left out. Repeated layers are drawn once, marked `x N`.
+    A rail starts at the op that writes the buffer (filled dot) and ends at the last reader (hollow dot). Aliases share
+    the rail of their root. Weights and scratch are left out. Repeated layers are drawn once, marked `x N`.
     """
     return Picture(graph).draw()
 
 
-# -- what is shown -------------------------------------------------------------------------------------------------
+# -- contents ------------------------------------------------------------------------------------------------------
 
 
 def _repeats(graph: Drawn) -> Iterator[tuple[list[Op], int]]:
-    """Runs of ops in order, each with how often it follows itself: layers of equal structure count as one run."""
+    """Runs of ops in order, each with its number of repetitions: layers of equal structure are one run."""
     layers = [(key, list(ops)) for key, ops in groupby(graph.ops, key=_layer)]
     at = 0
     while at < len(layers):
@@ -142,7 +140,7 @@ def _layer(op: Op) -> tuple[str, str] | None:
 
 
 def _structure(ops: Sequence[Op], key: tuple[str, str]) -> list[tuple[object, ...]]:
-    """All that makes two layers look alike: names without the number, operators, operands' shapes, loops."""
+    """The key of a layer's look: names without the number, operators, operands' shapes, loops."""
     own = ".".join(key)
     return [
         (
@@ -207,7 +205,7 @@ class Picture:
         )  # fmt: skip
 
     def _make_rails(self, given: Mapping[int, int]) -> list[_Rail]:
-        """One rail per storage that some drawn op touches, in lanes packed from the left."""
+        """One rail per storage that a drawn op touches, in lanes packed from the left."""
         rails: dict[int, _Rail] = {}
         drawn = {row: index for index, row in reversed(self.row_of.items())}  # row -> the op it is drawn for
         for op in self.graph.ops:
@@ -231,7 +229,7 @@ class Picture:
             ends[rail.lane : rail.lane + 1] = [max(rail.rows)]
         return found
 
-    # -- where it is ------------------------------------------------------------------------------------------------
+    # -- layout -----------------------------------------------------------------------------------------------------
 
     def _place(self) -> None:
         """Heights of the rows, with room for the frames' headers, and the columns from left to right."""
@@ -371,7 +369,7 @@ def _spec(buffer: Buffer) -> str:
 
 
 def _made(op: Op, label: str) -> str:
-    """What an op writes: shapes, with names where they are not the op's own, and a sign before what it updates."""
+    """The writes of an op: shapes, with names if they are not the op's own, and a sign before updates."""
     updated = [op.operands[name] for name in op.operator.updates if name in op.operands]
     created = [b for b in op.writes if b.kind not in _UNSEEN and b not in updated]
     return ",  ".join([*_listed(created, "", label), *_listed(updated, "↻ ", label)])

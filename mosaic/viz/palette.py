@@ -1,14 +1,12 @@
 """One colour per category, the same in every picture and report.
 
-Okabe and Ito's palette, which stays apart under the common colour blindnesses; scratch and the rest are greys.
+Okabe and Ito's palette, distinct under the common colour blindnesses; scratch and other buffers are grey.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final
-
-__all__ = ["COLORS", "LIMIT_COLOR", "PEAK_COLOR", "ink_on"]
 
 COLORS: Final[Mapping[str, str]] = {
     "weights": "#5B7083",
@@ -29,7 +27,7 @@ LIMIT_COLOR: Final = "#B2182B"
 
 
 def ink_on(color: str) -> str:
-    """Return the text colour, black or white, that reads better on a hex colour.
+    """Return the text colour, black or white, that is more readable on a hex colour.
 
     >>> ink_on("#F0E442"), ink_on("#0072B2")
     ('#1A1A1A', '#FFFFFF')

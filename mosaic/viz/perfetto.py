@@ -1,8 +1,8 @@
 """A plan as a Chrome trace (JSON) that ui.perfetto.dev and chrome://tracing open.
 
-Ops are slices on one track per stream inside the slices of their chunk loops, live bytes are
-counters, the peak is an instant. Time is the op index in microseconds, or the predicted
-durations where every op carries one (`predicted_us`). Source: the Trace Event Format.
+Ops are slices on one track per stream inside the slices of their chunk loops, live bytes are counters, the peak is an
+instant. Time is the op index in microseconds, or the predicted durations if every op has one (`predicted_us`). Source:
+the Trace Event Format.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import Any, Final
 
 from mosaic.units import format_bytes
 from mosaic.viz.profile import CATEGORIES, Document, LiveProfile, check_schema, largest_live, live_profile, sizes_text
-
-__all__ = ["trace_events", "trace_json"]
 
 _PID: Final = 1
 _POOLS: Final = ("workspace", "state", "weights")
@@ -47,10 +45,10 @@ def _has_durations(ops: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _op_times(doc: Document) -> list[tuple[float, float]]:
-    """Say when each op begins and ends, in microseconds.
+    """Return the begin and end of each op, in microseconds.
 
-    With predicted durations every stream has its own clock, and forks and waits order the clocks as they order the
-    streams; without them, op `i` fills the microsecond `i`.
+    With predicted durations every stream has its own clock, and forks and waits order the clocks like the streams.
+    Without them, op `i` fills the microsecond `i`.
     """
     ops = doc["ops"]
     if not _has_durations(ops):
@@ -68,7 +66,7 @@ def _op_times(doc: Document) -> list[tuple[float, float]]:
 
 
 def _boundaries(ops: Sequence[Mapping[str, Any]], times: Sequence[tuple[float, float]]) -> list[float]:
-    """Say when the live set of op `i` begins: where the main stream reaches it. One more entry for the end."""
+    """Return when the live set of op `i` begins: when the main stream reaches it. One more entry for the end."""
     marks = [max((end for _, end in times), default=0)]
     for op, (begin, _) in zip(reversed(ops), reversed(times), strict=True):
         marks.append(begin if op["stream"] == "main" else marks[-1])
@@ -112,7 +110,7 @@ def _slice(name: str, category: str, tid: int, ts: float, dur: float, args: _Eve
 
 
 def _counters(doc: Document, marks: Sequence[float]) -> list[_Event]:
-    """One counter for the workspace and one per category, an event where a value changes."""
+    """One counter for the workspace and one per category, with an event at each change of value."""
     profile = live_profile(doc, _POOLS)
     workspace = live_profile(doc)
     series = {"live workspace": workspace.total_bytes}

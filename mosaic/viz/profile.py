@@ -1,7 +1,7 @@
-"""What is alive when: the live bytes of a plan per op, by category.
+"""Live bytes of a plan per op, by category.
 
-Pure data, read from a plan document and nothing else. Every picture, trace and report of this package is drawn from these
-functions; a document of another schema than `mosaic.plan/1` raises `PlanFormatError`.
+Pure data, read from a plan document alone. All pictures, traces and reports of this package use these functions. A
+document of another schema than `mosaic.plan/1` raises `PlanFormatError`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,8 @@ from mosaic.errors import PlanFormatError
 from mosaic.registrar.operator import Role
 from mosaic.registrar.operators import find
 
-__all__ = [
-    "CATEGORIES",
-    "Document",
-    "LiveBuffer",
-    "LiveProfile",
-    "check_schema",
-    "held_intervals",
-    "largest_live",
-    "live_profile",
-    "optimality",
-    "peak_index",
-    "placed_roots",
-    "pool_names",
-    "root_categories",
-    "sizes_text",
-]
-
 Document = Mapping[str, Any]
-"""A plan as JSON gives it back: `json.loads` of a file of schema `mosaic.plan/1`."""
+"""A plan as parsed JSON: `json.loads` of a file of schema `mosaic.plan/1`."""
 
 SCHEMA: Final = "mosaic.plan/1"
 
@@ -56,10 +39,10 @@ CATEGORIES: Final[tuple[str, ...]] = (
 _KINDS: Final = {"weight": "weights", "state": "state", "input": "inputs", "scratch": "scratch"}
 
 _OF_WEIGHTS: Final = frozenset({"weight", "table", "bias"})
-"""Operands that hold weights whatever the operator: a streamed weight's slot in the workspace."""
+"""Operands that hold weights for every operator: a streamed weight's slot in the workspace."""
 
-# What an operand is for says more than a buffer's name. If operators differ about a buffer, the first role of this list wins, so
-# that the residual stays `hidden` although norms and projections read it.
+# An operand's role is more specific than a buffer's name. If operators give a buffer different roles, the first of this
+# list wins, so that the residual stays `hidden` although norms and projections read it.
 _ROLES: Final[tuple[Role, ...]] = ("statistics", "hidden", "logits and head", "attention", "ffn")
 
 _WORDS: Final[tuple[tuple[str, frozenset[str]], ...]] = (
@@ -72,7 +55,7 @@ _WORDS: Final[tuple[tuple[str, frozenset[str]], ...]] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveBuffer:
-    """A buffer that is alive at some op: what a peak consists of."""
+    """A buffer that is alive at some op, such as the peak."""
 
     id: int
     name: str
@@ -100,13 +83,13 @@ class LiveProfile:
 
     @property
     def peak_to_average(self) -> float:
-        """How far the peak stands out: 1.0 is a flat profile."""
+        """The ratio of peak to average: 1.0 is a flat profile."""
         total = sum(self.total_bytes)
         return self.peak_bytes * self.num_ops / total if total else 1.0
 
 
 def sizes_text(doc: Document) -> str:
-    """Say how large a step is: its tokens, or for a graph without that dim, every dim that counts tokens, else all.
+    """Return a step's size as text: its tokens; without that dim, every dim that counts tokens, else all dims.
 
     >>> sizes_text({"dims": {"tokens": 131072, "seqs": 1}})
     '131,072 tokens'
@@ -128,7 +111,7 @@ def check_schema(doc: Document) -> None:
 
 
 def optimality(doc: Document) -> str:
-    """Say in words how the placed size compares with the lower bound.
+    """Compare the placed size with the lower bound, in words.
 
     >>> optimality({"peak_bytes": 1024, "lower_bound_bytes": 1024})
     'equal to the lower bound'
@@ -148,7 +131,7 @@ def placed_roots(doc: Document, pools: Iterable[str] = ("workspace",)) -> list[M
 
 
 def pool_names(pool: str) -> tuple[str, ...]:
-    """Return what a pool may be asked for by: its name, and the family that it is of.
+    """Return the names by which a pool may be selected: its own, and its family's.
 
     >>> pool_names("state/kv"), pool_names("weights")
     (('state/kv', 'state'), ('weights',))
@@ -173,10 +156,10 @@ def held_intervals(buffer: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
 
 
 def root_categories(doc: Document, roots: Collection[int] | None = None) -> dict[int, str]:
-    """Say for every root buffer, or for those of some ids, what it is for: one of `CATEGORIES`.
+    """Return a category of `CATEGORIES` for every root buffer, or for those of some ids.
 
-    The kind decides first, then the operands it is of which kernels (its own and its aliases'), then the words of its
-    name and of the ops that write it.
+    The buffer's kind decides first, then the roles of the operands that it is (its own and its aliases'), then the
+    words of its name and of the ops that write it.
     """
     root_of = {buffer["id"]: _root(doc["buffers"], buffer) for buffer in doc["buffers"]}
     roles: dict[int, set[tuple[str, str]]] = defaultdict(set)
@@ -221,7 +204,7 @@ def _by_words(names: Iterable[str]) -> str:
 def live_profile(doc: Document, pools: Iterable[str] = ("workspace",)) -> LiveProfile:
     """Sum the live bytes at every op, by category. Linear in ops and buffers.
 
-    `pools` count, "state" for all states; `("workspace", "state", "weights")` gives all that is placed on the device.
+    `pools` are counted, "state" for all states; `("workspace", "state", "weights")` is everything placed on the device.
     """
     check_schema(doc)
     num_ops = len(doc["ops"])
@@ -247,7 +230,7 @@ def live_profile(doc: Document, pools: Iterable[str] = ("workspace",)) -> LivePr
 
 
 def peak_index(doc: Document, pools: Iterable[str] = ("workspace",)) -> int:
-    """Give the first op at which the live bytes of some pools are the largest; 0 where there are no ops."""
+    """Return the first op at which the live bytes of some pools are the largest; 0 without ops."""
     check_schema(doc)
     changes = [0] * (len(doc["ops"]) + 1)
     for buffer in placed_roots(doc, pools):

@@ -1,7 +1,7 @@
 """One self-contained HTML page about a plan: verdict, pictures to explore, every buffer, the search, the formula.
 
-Needs no network and no matplotlib. Every name is escaped where it enters the markup, and the
-plan travels as a JSON island that cannot close its element. Works in light and dark.
+Needs no network and no matplotlib. Every name is escaped in the markup, and the plan is a JSON island that cannot close
+its element. Works in light and dark.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from mosaic.viz.profile import (
     sizes_text,
 )
 from mosaic.viz.report_assets import SCRIPT, STYLE
-
-__all__ = ["html_report"]
 
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _COMPONENT_COLORS: Final = {
@@ -91,7 +89,7 @@ _PAGE: Final = """<!DOCTYPE html>
 
 
 def _island(data: object) -> str:
-    """JSON that no content can turn into markup: the escapes mean the same to a JSON reader."""
+    """JSON that cannot become markup: the escaped text means the same to a JSON reader."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -182,7 +180,7 @@ def _components(doc: Document) -> str:
 
 
 def _chunks(doc: Document) -> str:
-    """List the loops once per knob and shape, and what the other knobs are set to."""
+    """List the loops once per knob and shape, and the settings of the other knobs."""
     groups: dict[tuple[str, str, int, int, int], int] = {}
     for region in doc["regions"]:
         key = (region["knob"], region["dim"], region["extent"], region["rows"], region["count"])
@@ -284,7 +282,7 @@ def _search(doc: Document) -> str:
 
 
 def _search_row(step: Mapping[str, Any], number: int) -> tuple[str, ...]:
-    """A step of the search; what a step does not record stays blank."""
+    """A step of the search; a value that it does not record is blank."""
     sizes = [format_bytes(step[key]) if key in step else "" for key in ("peak_bytes", "total_bytes")]
     predicted = f"{step['predicted_ms']:,.1f} ms" if step.get("predicted_ms") is not None else ""
     places = dict.fromkeys(_said(step.get(key)) for key in ("bottleneck", "at"))

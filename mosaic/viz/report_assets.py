@@ -1,4 +1,4 @@
-"""Style and script of the HTML report, kept as text so that the file it goes into needs no other.
+"""Style and script of the HTML report, kept as text so that the report is a single file.
 
 The script reads one JSON island, draws on two canvases that share their range of ops, and writes names through
 `textContent` only.
@@ -7,8 +7,6 @@ The script reads one JSON island, draws on two canvases that share their range o
 from __future__ import annotations
 
 from typing import Final
-
-__all__ = ["SCRIPT", "STYLE"]
 
 STYLE: Final = """
 :root { color-scheme: light dark; --bg: #ffffff; --ink: #1f2328; --soft: #656d76; --line: #d9dde2; --panel: #f6f8fa;

@@ -1,4 +1,4 @@
-"""Write a picture, report or trace of a plan to a file; the file's ending says which."""
+"""Write a picture, report or trace of a plan to a file, by the file's ending."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from mosaic.viz.report import html_report
 from mosaic.viz.snapshot import snapshot_pickle
 from mosaic.viz.text import text_timeline
 
-__all__ = ["FORMATS", "save"]
-
 FORMATS: Final[Mapping[str, Callable[[Document], bytes | str]]] = {
     ".html": html_report,
     ".png": plan_png,
@@ -24,11 +22,11 @@ FORMATS: Final[Mapping[str, Callable[[Document], bytes | str]]] = {
     ".pickle": snapshot_pickle,
     ".txt": lambda doc: text_timeline(doc) + "\n",
 }
-"""Ending of the file -> what makes its content."""
+"""Ending of the file -> the function that makes its content."""
 
 
 def save(doc: Document, path: str | os.PathLike[str]) -> None:
-    """Write what the ending of `path` asks for: report, picture, Perfetto trace, memory snapshot or text.
+    """Write the format that the ending of `path` names: report, picture, Perfetto trace, memory snapshot or text.
 
     Raises
     ------

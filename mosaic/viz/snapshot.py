@@ -1,8 +1,8 @@
 """A plan as the memory snapshot that PyTorch's viewer (pytorch.org/memory_viz) opens.
 
-A pickle of protocol 4 with nothing in it but dicts, lists, tuples, strings, integers and booleans. The pool is one
-segment, each buffer an allocation at its planned address, each op one microsecond and the frame of what it
-allocates. Source of the structure: the documentation of `torch.cuda.memory._snapshot`.
+A pickle of protocol 4 that contains only dicts, lists, tuples, strings, integers and booleans. The pool is one segment,
+each buffer an allocation at its planned address, each op one microsecond and the frame of its allocations. Source of
+the structure: the documentation of `torch.cuda.memory._snapshot`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from operator import itemgetter
 from typing import Any, Final
 
 from mosaic.viz.profile import Document, check_schema, held_intervals, placed_roots, pool_names, root_categories
-
-__all__ = ["memory_snapshot", "snapshot_pickle"]
 
 _FIRST_ADDRESS: Final = 0x7000_0000_0000  # where addresses of this size are usual, and exact in JavaScript's doubles
 _POOL_STRIDE: Final = 1 << 40  # pools lie apart, as the address ranges that are reserved for them do
@@ -30,16 +28,16 @@ def snapshot_pickle(doc: Document, *, pools: Iterable[str] = ("workspace",)) -> 
 def memory_snapshot(doc: Document, *, pools: Iterable[str] = ("workspace",)) -> _Record:
     """Return a plan in the form of `torch.cuda.memory._snapshot()`.
 
-    Before each op what has ended is freed, then what begins is allocated. A buffer with gaps in its lifetime is freed
-    and allocated again, so that live blocks never overlap. What outlives the step (outputs, weights) is still
-    allocated at the end, and is what the segments' blocks show.
+    Before each op, buffers that have ended are freed, then new ones are allocated. A buffer with gaps in its lifetime
+    is freed and allocated again, so that live blocks never overlap. Buffers that outlive the step (outputs, weights)
+    are still allocated at the end, and the segments' blocks show them.
 
     Parameters
     ----------
     doc
         A plan document.
     pools
-        Which pools become segments, one for each state; add `"weights"` and `"state"` to see all that the plan places.
+        The pools that become segments, one for each state; add `"weights"` and `"state"` for all that is placed.
     """
     check_schema(doc)
     ranges = [pool for name in pools for pool in doc["pools"] if name in pool_names(pool["name"])]
@@ -62,7 +60,7 @@ def _device_index(device: str) -> int:
 
 
 def _frame(doc: Document, index: int) -> _Record:
-    """Say where an allocation comes from: the op, in the model, at its index; -1 is what was there before."""
+    """Return the frame of an allocation: the op, in the model, at its index; -1 for memory from before the step."""
     name = doc["ops"][index]["name"] if index >= 0 else "before the step"
     return {"filename": doc["model"], "line": max(index, 0), "name": name}
 
@@ -91,7 +89,7 @@ def _buffer_events(doc: Document, pool: str, base: int) -> list[_Record]:
 
 
 def _segment(doc: Document, pool: Mapping[str, Any], device: int, address: int) -> _Record:
-    """Describe a pool at the end of the step: blocks that tile it, free ones between those still held."""
+    """Describe a pool at the end of the step: blocks that tile it, with free ones between the held ones."""
     num_ops = len(doc["ops"])
     held = [
         (buffer, start)

@@ -1,6 +1,6 @@
 """A plan's timeline as plain text, for terminals and for the text form in notebooks.
 
-No colour and no escape sequences: block characters only, or `#` where the terminal knows no more than ASCII.
+No colour and no escape sequences: block characters only, or `#` for ASCII terminals.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from typing import Final
 from mosaic.errors import UsageError
 from mosaic.units import format_bytes
 from mosaic.viz.profile import Document, LiveProfile, live_profile, optimality, sizes_text
-
-__all__ = ["sparkline", "text_timeline"]
 
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _ROWS: Final = 4
@@ -28,9 +26,9 @@ def sparkline(values: Sequence[int], width: int = 60, *, height: int = 1) -> lis
     Parameters
     ----------
     values
-        What to draw, left to right.
+        The values to draw, left to right.
     width
-        Most columns; fewer if there are fewer values.
+        The most columns; fewer if there are fewer values.
     height
         Rows of text, eight levels each.
 
@@ -84,7 +82,7 @@ def text_timeline(doc: Document, width: int = 80, *, ascii_only: bool = False) -
 
 
 def _first_full(row: str, column: int) -> int:
-    """Columns are shares of the ops, so the peak's may begin one to the left of its own: point at the full block."""
+    """Columns are shares of the ops, so the peak may lie one column to the left of its own: point at the full block."""
     found = row.find("█", max(column - 1, 0))
     return found if found >= 0 else column
 

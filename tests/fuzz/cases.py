@@ -30,7 +30,7 @@ KINDS: Final[Mapping[str, Callable[[int, Tally], None]]] = {
     "requests": examine_request,
     "packing": examine_instance,
 }
-"""What can be fuzzed, and how one case is run."""
+"""The fuzzed kinds of cases, and how one case is run."""
 
 
 def run_case(kind: str, seed: int, tally: Tally) -> None:
@@ -72,7 +72,7 @@ class _Dropped(logging.Handler):
 
 
 def explain(kind: str, seed: int, finding: Finding, *, seconds: float = 60.0) -> str:
-    """How to see a finding again: the command, and the smallest program that shows it."""
+    """The reproduction of a finding: the command, and the smallest program that shows it."""
     text = f"{finding.kind}\n{finding.details}\npython -m tests.fuzz --kind {kind} --replay {seed}"
     if kind != "programs":
         return text

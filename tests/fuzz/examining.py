@@ -37,7 +37,7 @@ SOLVERS: Final = (
 )  # fmt: skip
 IDENTITY: Final = {"model": "fuzz", "dtype": "float64"}
 BOUNDS: Final = {"float64": 1e-6, "float32": 2e-3}
-"""Of a result's scale. Rotary angles and statistics are float32 by contract."""
+"""Tolerance by a result's scale. Rotary angles and statistics are float32 by definition."""
 
 
 class Way(NamedTuple):
@@ -208,7 +208,7 @@ def _run(executor: Executor, inputs: Mapping[str, Tensor], log: StreamLog | None
 
 
 def _expected(program: Program, plan: Plan, given: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What naive code gives: the values of all buffers outside of loops, and those of states, in their dtypes."""
+    """The results of naive code: the values of all buffers outside of loops, and of states, in their dtypes."""
     rows = {name: value for name, value in plan.config.items() if not isinstance(value, str)}
     choices = {name: value for name, value in plan.config.items() if isinstance(value, str)}
     naive = Naive(program, choices, rows, doubled(given)).run()  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What the fuzzer finds, and how often it looked."""
+"""The fuzzer's findings and the number of its cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each operator computes, in float64, written from the formulas of the contracts: no kernel is called.
+"""Each operator in float64, written from the formulas of the records: no kernel is called.
 
 Every function takes operands by name and gives the values of what the op writes, or of what it updates.
 """
@@ -52,7 +52,7 @@ def linear_add(x: Tensor, weight: Tensor, y: Tensor) -> tuple[Tensor]:
 
 
 def split_linear_add(x: Tensor, weight: Tensor, y: Tensor, arrivals: Tensor) -> tuple[Tensor]:
-    """What counts arrivals leaves them as they were."""
+    """Operators that count arrivals leave them unchanged."""
     assert not arrivals.any()
     return linear_add(x, weight, y)
 

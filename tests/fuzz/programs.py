@@ -194,7 +194,7 @@ class _Generator:
         scope.here.append(Mark(scope.name("m")))
 
     def outputs(self) -> None:
-        """Hand on most of what nobody has read."""
+        """Return most of the unread values."""
         scope = self.scope
         ends = [
             v

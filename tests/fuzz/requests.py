@@ -62,7 +62,7 @@ TINY: Final[Mapping[str, Mapping[str, Any]]] = {
     },
 }  # fmt: skip
 BOUND: Final = 1e-4
-"""Of the logits' scale, in float32: other chunks add up in another order."""
+"""Tolerance by the logits' scale, in float32: other chunks add up in another order."""
 
 
 def examine_request(seed: int, tally: Tally) -> None:

@@ -1,4 +1,4 @@
-"""What a program being generated has at hand, and what may be done with it where its loops stand.
+"""The buffers of a program being generated, and their allowed uses inside its current loops.
 
 A program is *free* if its result does not depend on how loops are cut. Rules that a free program obeys inside a loop
 over d, for a value v from outside of it:

@@ -12,7 +12,7 @@ from .scope import Scope, Value
 __all__ = ["STREAMS"]
 
 More = Callable[[int], None]
-"""Writes so many further statements."""
+"""Writes a number of further statements."""
 
 
 def beside(scope: Scope, stream: str, source: Value, goal: Value) -> None:

@@ -86,7 +86,7 @@ def _owned(program: Program, arguments: list[str]) -> list[list[tuple[int, int, 
 
 
 def _extents(program: Program, count: int, arguments: list[str], rng: random.Random) -> list[list[int]]:
-    """The extents of all sequences, then such as are nobody's."""
+    """The extents of all sequences, then extents of no sequence."""
     found = [[*extent] for extents in _owned(program, arguments) for extent in extents]
     return [*found, *[[1 << 40, 1, 0, 0]] * (count - len(found))]
 
@@ -96,7 +96,7 @@ def _cu_extents(program: Program, count: int, arguments: list[str], rng: random.
 
 
 def _seen(program: Program, count: int, arguments: list[str], rng: random.Random) -> list[int]:
-    """Keys that sequences see, of those that they have rows for: one at least, where there is one."""
+    """Keys that sequences see among the keys with rows: at least one, if there is one."""
     rows = [
         first + rows - before - (rows > 2) if extents else 0
         for extents in _owned(program, arguments)

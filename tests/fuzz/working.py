@@ -1,4 +1,4 @@
-"""What one process of the fuzzer does."""
+"""One process of the fuzzer."""
 
 from __future__ import annotations
 

@@ -10,16 +10,12 @@ nothing is read on the host and a batch of many short sequences needs no more ti
 keys, B sequences, N query heads, K KV heads, H head size.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, since, tile_for, tl, triton
-
-__all__ = ["launch"]
 
 # By architecture and item size: query rows, keys, unused, warps, stages. On an H200 (16,384 tokens, 32 heads of 128,
 # bfloat16) 128x64 with 8 warps reaches 404 TFLOP/s and 64x64 with 4 warps 365; the former spills on cards before Hopper,
@@ -115,20 +111,9 @@ def attention_kernel(
 
 
 def launch(
-    *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    y: Tensor,
-    sees: Tensor | None = None,
-    head_size: int,
-    scale: float,
-    span: int = 0,
-    block: int = 0,
-    row_start: int = 0,
-    scratch: Tensor | None = None,
-) -> None:
+    *, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, y: Tensor, sees: Tensor | None = None, head_size: int,
+    scale: float, span: int = 0, block: int = 0, row_start: int = 0, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the attention of the query rows into y [T, N*H]; y may be q itself."""
     rows = q.shape[0]
     heads, kv_heads = q.shape[1] // head_size, k.shape[1] // head_size

@@ -7,8 +7,6 @@ heads of 128; the first graph takes about a second, each further one 0.04 s. Leg
 heads, H head size.
 """
 
-from __future__ import annotations
-
 import importlib
 from functools import cache, lru_cache
 from types import ModuleType
@@ -19,8 +17,6 @@ from torch import Tensor
 
 from mosaic.errors import GraphError, MissingExtra, RuntimeMemoryError
 from mosaic.registrar.operators.attention import CUDNN_WORKSPACE_BYTES
-
-__all__ = ["Availability", "available", "captured_plan_of", "handle_of", "launch", "library", "plan_of"]
 
 GRAPHS: Final = 128
 """Graphs kept: a step needs one per shape of a launch, two or three."""
@@ -168,19 +164,9 @@ def captured_plan_of(shape: _Shape) -> _Plan:
 
 
 def launch(
-    *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    y: Tensor,
-    head_size: int,
-    scale: float,
-    span: int = 0,
-    block: int = 0,
-    row_start: int = 0,
-    scratch: Tensor | None = None,
-) -> None:
+    *, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, y: Tensor, head_size: int, scale: float, span: int = 0,
+    block: int = 0, row_start: int = 0, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the attention of the query rows into y [T, N*H]; y may be q itself.
 
     A shape's first launch builds its graph, which a stream capture does not allow everywhere: launch once before.

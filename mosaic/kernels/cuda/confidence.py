@@ -3,15 +3,11 @@
 Legend: M rows.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
-
-__all__ = ["launch"]
 
 ROWS: Final = 1024  # untuned default
 

@@ -5,8 +5,6 @@ two, rows of a matrix may lie apart (columns of a wider one): that is one two-di
 allocator for a contiguous detour.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
@@ -14,8 +12,6 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import GraphError, MissingExtra, RuntimeMemoryError
-
-__all__ = ["launch"]
 
 
 @cache

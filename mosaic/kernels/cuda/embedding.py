@@ -3,13 +3,9 @@
 Legend: T tokens, V vocabulary, D hidden.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.rows import copy_rows
-
-__all__ = ["launch"]
 
 
 def launch(*, ids: Tensor, table: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:

@@ -1,12 +1,10 @@
-"""evict_tokens on CUDA: which rows of a step go on beyond the layer that it is cut in, in two launches.
+"""evict_tokens on CUDA: the rows of a step that continue beyond the cut layer, in two launches.
 
-In the first launch a program a sequence chooses: rows of the block are the last P of the window at most, so they are one
-tile, and each is compared with each. In the second it adds up what those before it keep, and writes its rows; one program
-more writes what is nobody's. Scratch: whether a row is kept, and how many a sequence keeps. Nothing is read on the host.
-Legend: B sequences, K KV heads, P positions of a block, T rows, E rows of the state.
+In the first launch one program per sequence chooses: the block's rows are at most the last P of the window, so they are
+one tile, compared pair by pair. In the second it adds up the counts of earlier sequences and writes its rows; one more
+program writes the padding. Scratch: whether each row is kept, and each sequence's number of kept rows. Nothing is read
+on the host. Legend: B sequences, K KV heads, P positions of a block, T rows, E rows of the state.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
@@ -17,8 +15,6 @@ from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.evict_tokens import NEARLY
 from mosaic.registrar.operators.evict_tokens import HISTORIES
-
-__all__ = ["launch"]
 
 # Untuned defaults: rows of a tile that are written, sequences that are added up at once.
 ROWS: Final = 64
@@ -169,32 +165,11 @@ def write_kernel(
 
 
 def launch(
-    *,
-    before: Tensor,
-    after: Tensor,
-    listed: Tensor,
-    first: Tensor,
-    progress: Tensor,
-    status: Tensor,
-    positions: Tensor,
-    cu_seqlens: Tensor,
-    decoded: Tensor,
-    owner: Tensor,
-    state: Tensor,
-    rows: Tensor,
-    bounds: Tensor,
-    total: Tensor,
-    seen: Tensor,
-    alpha: float,
-    history: str,
-    threshold: str,
-    placeholders: str,
-    weight: float = 0.0,
-    keep: int = 0,
-    rank: str = "importance",
-    ranks: Tensor | None = None,
-    scratch: Tensor | None = None,
-) -> None:
+    *, before: Tensor, after: Tensor, listed: Tensor, first: Tensor, progress: Tensor, status: Tensor,
+    positions: Tensor, cu_seqlens: Tensor, decoded: Tensor, owner: Tensor, state: Tensor, rows: Tensor, bounds: Tensor,
+    total: Tensor, seen: Tensor, alpha: float, history: str, threshold: str, placeholders: str, weight: float = 0.0,
+    keep: int = 0, rank: str = "importance", ranks: Tensor | None = None, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write rows, bounds, total and seen, and count the step before in the state."""
     sequences, heads, block = after.shape
     tokens = status.shape[0]

@@ -3,13 +3,9 @@
 Legend: S tokens, C rows, D hidden.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.rows import copy_rows
-
-__all__ = ["launch"]
 
 
 def launch(*, x: Tensor, rows: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:

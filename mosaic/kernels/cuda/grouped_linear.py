@@ -7,8 +7,6 @@ L2 cache. All tiles of an item size add up inputs in the same steps, so a row's 
 assignments (rows x top-k), E experts, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
@@ -22,8 +20,6 @@ from mosaic.kernels.cuda.shared.launching import (
     tl,
     triton,
 )
-
-__all__ = ["launch"]
 
 # Tiles by the average expert's rows, from the first entry that has as many on, and the rows up to which an expert's last
 # tile is multiplied as one of no more. By item size where loads go by address; all of a size have the same `inner`.

@@ -3,15 +3,11 @@
 x and uncond do not overlap. Legend: C rows, D hidden.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
-
-__all__ = ["launch"]
 
 # Untuned defaults: 16 elements a thread.
 COLUMNS: Final = 2048

@@ -3,15 +3,11 @@
 One program a row and group of heads, a tile [heads, H] at once. Legend: T rows, N heads, H head size.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
-
-__all__ = ["launch"]
 
 # Untuned defaults: 16 elements a thread.
 ELEMENTS: Final = 2048

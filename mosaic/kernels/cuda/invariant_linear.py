@@ -1,20 +1,16 @@
-"""linear and linear_add on CUDA whose rows have the same bits whatever the other rows are, and however many.
+"""linear and linear_add on CUDA whose rows' bits do not depend on the other rows or their number.
 
-One program adds up all inputs of its outputs, in order, in float32; bias or residual comes after that sum, then the one
-rounding. So tiles differ in speed alone: on one H200 ten of them gave equal bits, those of `grouped_linear` too. The products
-of a layer of SDAR-8B took 136 us there for 64 rows where cuBLAS took 131, 209 for 256 where it took 175, 1,094 for 2,048
-where it took 988. Legend: T rows, I inputs, O outputs.
+One program adds up all inputs of its outputs, in order, in float32; then bias or residual, then one rounding. So tiles
+differ in speed alone: on one H200 ten of them gave equal bits, those of `grouped_linear` too. The products of a layer
+of SDAR-8B took 136 us there for 64 rows where cuBLAS took 131, 209 for 256 where it took 175, 1,094 for 2,048 where it
+took 988. Legend: T rows, I inputs, O outputs.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import TensorDescriptor, Tile, has_descriptors, tile_for, tl, triton
-
-__all__ = ["launch", "launch_add"]
 
 # Rows and outputs up to which a tile is taken, where loads go by descriptor: the fastest of the H200 at the measured sizes.
 DESCRIPTOR_TILES: Final = (

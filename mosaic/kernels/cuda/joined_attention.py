@@ -1,11 +1,9 @@
-"""joined_attention on CUDA: attention to a block's own keys, joined with the output over its prefix, which is fresh or was kept.
+"""joined_attention on CUDA: attention to a block's own keys, merged with a fresh or kept output over its prefix.
 
 A tile is that of `kv_attention`. Its online softmax begins with what is given: the output over the prefix, as the sum of one
 exponential whose exponent is the log-sum-exp. A block's own keys are few, so no sequence is split. Legend: T query rows, R
 rows, L layers, B sequences, X extents, E and S rows of states, Z slots, M rows of a block, N query heads, K KV heads, H size.
 """
-
-from __future__ import annotations
 
 import math
 from functools import partial
@@ -15,8 +13,6 @@ from torch import Tensor
 from mosaic.kernels.cuda.kv_attention import attend_tile, cut_of
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
-
-__all__ = ["launch", "launch_invariant"]
 
 
 @triton.jit(do_not_specialize=["rows", "sequences", "layer", "slot"])
@@ -86,7 +82,7 @@ def joined_attention_kernel(
     at = row.to(tl.int64)
     queries = tl.load(q + at[:, None] * q_stride + (head * SIZE)[:, None] + column[None, :], mask=mask, other=0.0)
 
-    # what is known of the keys before the block
+    # the given output over the keys before the block
     known = here & (before > 0)
     old = known
     place = (slot * KEPT + position - before) * (HEADS * GROUP) + head
@@ -121,7 +117,7 @@ def joined_attention_kernel(
         count = tl.load(entry + 1)
         begin = tl.load(entry + 2).to(tl.int32)
         end = tl.load(entry + 6, mask=extent + 1 < last_extent, other=2147483647).to(tl.int32)
-        # where the key of position 0 would lie, were the extent to reach there
+        # where the key of position 0 would lie if the extent reached there
         origin = tl.load(entry + 3) - begin
         k = kv + tl.load(entry) * kv_stride + ((2 * layer * HEADS + kv_head) * count + origin) * SIZE
         v = k + HEADS * count * SIZE
@@ -156,7 +152,7 @@ def launch(
     group = q.shape[1] // (kv_heads * head_size)
     sequences = cu_seqlens.shape[0] - 1
     tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size, fixed=fixed)
-    # what is not there is not read either
+    # absent operands are not read
     states = (q, q) if kept is None or kept_sums is None else (kept, kept_sums)
     new = (q, q) if fresh is None or fresh_sums is None else (fresh, fresh_sums)
     joined_attention_kernel[(tiles, heads)](

@@ -1,13 +1,11 @@
-"""key_mass on CUDA: how much attention the voting rows of each sequence give to each key of its prefix, per set of heads.
+"""key_mass on CUDA: the attention of each sequence's voting rows to each key of its prefix, per set of heads.
 
-Each program owns a run of keys of a sequence, one set of heads and one tile of the block: for some rows after others, from
-the first that votes to the last, which stay in place, it goes over its keys and adds to their statistics. So no matrix is
-larger than a tile, and no sum depends on the order in which programs run. Lengths are read on the device alone: how many
-programs start depends on shapes, so a captured launch serves other lengths. Legend: T rows, R rows of the state, L layers, S
+Each program owns a run of keys of a sequence, one set of heads and one tile of the block: for one tile of rows after
+another, from the first voter to the last, it goes over its keys and updates their statistics. So no matrix is larger
+than a tile, and no sum depends on the order in which programs run. Lengths are read on the device alone: the number of
+programs depends on shapes, so a captured launch serves other lengths. Legend: T rows, R rows of the state, L layers, S
 keys of all prefixes, B sequences, X extents, N query heads, K KV heads, H size.
 """
-
-from __future__ import annotations
 
 import math
 import sys
@@ -21,8 +19,6 @@ from mosaic.kernels.cuda.kv_attention import WIDEST
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, processors, since, tl, triton
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES
 from mosaic.kernels.cuda.shared.voting import tile_of_voters, votes_of
-
-__all__ = ["launch", "launch_invariant"]
 
 RUNS: Final = 2
 """Runs of keys for each multiprocessor: over 131,008 keys 77 us with 2, 132 with 1 and 80 with 4 (H200, see HOPPER)."""
@@ -43,7 +39,7 @@ NARROW: Final[Mapping[int, Tiles]] = {2: (Tile(16, 32, 0, 4, 2), Tile(64, 32, 0,
 
 @triton.jit
 def find_run(run, captured, sequences, programs, BLOCK_K: tl.constexpr, SEQUENCES: tl.constexpr):
-    """Which keys are those of a run: the prefixes are cut into runs of equal lengths, at most `programs` and one a sequence more.
+    """The keys of a run: prefixes are cut into runs of equal length, at most `programs` and one more per sequence.
 
     The sequence, its first key and the end of its keys; all 0 beyond the last run.
     """
@@ -137,7 +133,7 @@ def key_mass_kernel(
             entry = extents + extent * 4
             begin = tl.load(entry + 2).to(tl.int32)
             end = tl.load(entry + 6, mask=extent + 1 < last_extent, other=2147483647).to(tl.int32)
-            # where the key of position 0 would lie, were the extent to reach there
+            # where the key of position 0 would lie if the extent reached there
             origin = (2 * layer * HEADS + own // (SETS // HEADS)) * tl.load(entry + 1) + tl.load(entry + 3) - begin
             k = kv + tl.load(entry) * kv_stride + origin * SIZE
             stop = tl.minimum(end, high)
@@ -159,32 +155,11 @@ def key_mass_kernel(
 
 
 def launch(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    captured: Tensor,
-    cu_keys: Tensor,
-    votes: Tensor,
-    cu_seqlens: Tensor,
-    logsumexp: Tensor,
-    mass: Tensor,
-    positions: Tensor | None = None,
-    layer: int,
-    kv_heads: int,
-    head_size: int,
-    scale: float,
-    sets: int,
-    columns: int = 0,
-    span: int = 0,
-    statistic: str = "mean",
-    block: int = 0,
-    rows: int = 0,
-    tiles: int = 1,
-    fixed: bool = False,
-    scratch: Tensor | None = None,
-) -> None:
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, captured: Tensor, cu_keys: Tensor, votes: Tensor,
+    cu_seqlens: Tensor, logsumexp: Tensor, mass: Tensor, positions: Tensor | None = None, layer: int, kv_heads: int,
+    head_size: int, scale: float, sets: int, columns: int = 0, span: int = 0, statistic: str = "mean", block: int = 0,
+    rows: int = 0, tiles: int = 1, fixed: bool = False, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the mass of the keys of each prefix into mass [sets * tiles, S].
 
     If `fixed`, the tile is the same whatever the number of rows.

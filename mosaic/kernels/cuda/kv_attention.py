@@ -1,30 +1,30 @@
 """kv_attention on CUDA: softmax(q k^T * scale) v per sequence, over keys and values kept in rows of a state buffer.
 
-Row r of q is row `row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`, at
-position p, those before (p // block + 1) * block; with `sees`, those at positions in [sees[r, 0], sees[r, 1]). Where a key
-lies, `mosaic.registrar.operators.kv_store` says. A row in no sequence, or that sees no key, is left as it was.
+Row r of q is row `row_start + r` of the packed window and sees the first `seen` keys of its own sequence; with `block`,
+at position p, those before (p // block + 1) * block; with `sees`, those at positions in [sees[r, 0], sees[r, 1]).
+`mosaic.registrar.operators.kv_store` describes the layout of keys. A row in no sequence, or without a visible key, is
+unchanged.
 
 A tile's rows are tokens of one sequence times the query heads of one KV head, so that these share what is read of kv
 (FlashAttention, Dao et al. 2022, with grouped queries packed). The keys of a sequence are cut into segments, as `kv_segments`
 says, by its own window and keys alone. Each has results of its own, which are joined in order. Where scratch has room for
 them, each segment has a program (Flash-Decoding, Dao et al. 2023), which leaves them there, and a second launch joins them.
 Elsewhere one program joins as it goes, to the same bits. Lengths are read on the device alone: how many programs start
-depends on shapes, so a captured launch serves other lengths. Only tiles of keys that not every row sees whole are masked. On
-Hopper large tiles have a kernel of their own (`kv_attention_hopper`). Keys of one layer and head lie side by side within an
-extent, so they are read as rows of a matrix, not one by one. Legend: T query rows, R rows, L layers, B sequences, X extents,
-N query heads, K KV heads, H head size.
+depends on shapes, so a captured launch serves other lengths. Only tiles of keys that not every row sees whole are masked. Keys of
+one layer and head lie side by side within an extent, so they are read as rows of a matrix, not one by one. `prefix_attention` is
+the same launch: whatever writes a row of y has its maximum and its sum, and writes their logarithm too. Legend: T query rows, R
+rows, L layers, B sequences, X extents, N query heads, K KV heads, H head size.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
-from mosaic.kernels.cuda.kv_attention_hopper import GLUON, launch_tiles
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two, since, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
@@ -35,7 +35,7 @@ from mosaic.registrar.operators.kv_attention import (
     KV_SEGMENTS,
 )
 
-__all__ = ["has_ring", "launch", "launch_invariant", "tile_of"]
+__all__ = ["launch", "launch_invariant", "tile_of"]
 
 # By architecture and item size, the fewest rows first: query rows, keys, unused, warps, stages. The largest are of the
 # shapes that `attention` was measured with; a launch takes the first that a sequence's rows fit into, or else the last.
@@ -48,9 +48,10 @@ HOPPER: Final = {2: (*FEW, Tile(64, 64, 0, 4, 3), Tile(128, 64, 0, 8, 4)), 4: FU
 TILES: Final = {80: SMALL, 90: HOPPER, 120: SMALL}
 NARROW: Final = {2: (Tile(16, 32, 0, 4, 2), Tile(64, 32, 0, 8, 2)), 4: (Tile(16, 16, 0, 4, 1),)}
 WIDEST: Final = 128
-RING: Final = {80: False, 90: True, 100: False}
-"""From which architecture on tiles of `RING_ROWS` rows have a kernel of their own."""
-RING_ROWS, RING_KEYS, RING_SIZES = 128, 64, (64, 128)
+LARGE_ROWS: Final = 128
+"""Rows of the tiles that cards may have a kernel of their own for."""
+Large: TypeAlias = Callable[..., None]
+"""Launches that kernel: takes the grid, q, kv, and operands, sizes and constants as the plain one has them."""
 FIXED_ROWS: Final = 64
 """Rows of a tile from which on each warp has whole rows: such tiles of one table give a row the same bits."""
 JOINED_HEADS: Final = 8
@@ -64,7 +65,7 @@ def segments_of(
     SEQUENCES: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT_KEYS: tl.constexpr, SEGMENT_TOKENS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Of every sequence: the keys of one segment, how many segments there are, and where its partial results begin.
+    """For every sequence: the keys of one segment, the number of segments, and where its partial results begin.
 
     As `mosaic.registrar.operators.kv_attention.kv_segments` says. They begin at -1 where the sequence has one segment alone, or
     where there is no room for those of all: there the segments go to one program.
@@ -215,7 +216,7 @@ def kv_attention_kernel(
             count = tl.load(entry + 1)
             begin = tl.load(entry + 2).to(tl.int32)
             end = tl.load(entry + 6, mask=extent + 1 < last_extent, other=2147483647).to(tl.int32)
-            # where the key of position 0 would lie, were the extent to reach there
+            # where the key of position 0 would lie if the extent reached there
             origin = tl.load(entry + 3) - begin
             keys_at = tl.load(entry) * kv_stride + ((2 * layer * HEADS + kv_head) * count + origin) * SIZE
             k = kv + keys_at
@@ -329,33 +330,15 @@ def join_segments_kernel(
 
 
 def launch(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    seen: Tensor,
-    cu_seqlens: Tensor,
-    positions: Tensor,
-    y: Tensor,
-    sees: Tensor | None = None,
-    layer: int,
-    kv_heads: int,
-    head_size: int,
-    scale: float,
-    span: int = 0,
-    keys: int = 0,
-    block: int = 0,
-    parts: int = 1,
-    row_start: int = 0,
-    logsumexp: Tensor | None = None,
-    scratch: Tensor | None = None,
-    fixed: bool = False,
-) -> None:
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, seen: Tensor, cu_seqlens: Tensor, positions: Tensor,
+    y: Tensor, sees: Tensor | None = None, layer: int, kv_heads: int, head_size: int, scale: float, span: int = 0,
+    keys: int = 0, block: int = 0, parts: int = 1, row_start: int = 0, logsumexp: Tensor | None = None,
+    scratch: Tensor | None = None, fixed: bool = False, large: Large | None = None,
+) -> None:  # fmt: skip
     """Write the attention of the query rows into y [T, N*H]; y may be q itself.
 
     `logsumexp`, float32 [T, N], is for `prefix_attention`: the log-sum-exps of the rows' scores. `fixed` takes tiles that give a
-    row the same bits, however many rows there are.
+    row the same bits, however many rows there are. `large` launches tiles of 128 rows, unless `sees` is given.
     """
     group = q.shape[1] // (kv_heads * head_size)
     rows, sequences, all_heads = q.shape[0], cu_seqlens.shape[0] - 1, group * kv_heads
@@ -377,9 +360,8 @@ def launch(
     sizes = (y.stride(0), sums.stride(0), rows, row_start, sequences, room, layer, scale / math.log(2))
     operands = (extents, cu_extents, seen, cu_seqlens, positions, y, sums, partials, q.stride(0))
     wide = power_of_two(head_size, 1 << 16, least=DOT_MINIMUM)
-    if tile.rows == RING_ROWS and sees is None and has_ring(kv, head_size):
-        alone = {"SEQUENCES": 1} if sequences == 1 else {}
-        launch_tiles((tiles, heads, splits), q, kv, operands, sizes, {**constants, "BLOCK_K": RING_KEYS, **alone})
+    if large is not None and tile.rows == LARGE_ROWS and sees is None:
+        large((tiles, heads, splits), q, kv, operands, sizes, constants)
     else:
         kv_attention_kernel[(tiles, heads, splits)](
             q,
@@ -418,14 +400,8 @@ def launch(
     )
 
 
-def has_ring(kv: Tensor, head_size: int) -> bool:
-    """Tell whether the kernel for Hopper serves: whole lines of a head, in bfloat16, and a Triton that it is written for."""
-    whole = head_size in RING_SIZES and kv.is_contiguous() and kv.shape[1] % head_size == 0 and kv.data_ptr() % 16 == 0
-    return GLUON and kv.is_cuda and kv.dtype == torch.bfloat16 and whole and since(RING, kv)
-
-
 class Cut(NamedTuple):
-    """How query rows are cut: into `tiles` tiles, whose rows are tokens times `part` heads, each for `heads` parts of heads."""
+    """The cut of query rows: into `tiles` tiles, whose rows are tokens times `part` heads, each for `heads` parts of heads."""
 
     tile: Tile
     part: int

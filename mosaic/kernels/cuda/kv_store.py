@@ -1,11 +1,10 @@
 """kv_store on CUDA: keys and values of a window of tokens into the rows that their sequences own, in one launch.
 
-Row r of k is row `row_start + r` of the packed window, a token of the sequence that has it; where a position's key lies,
-`mosaic.registrar.operators.kv_store` says. A token in no sequence, or at a position that its sequence has no row for, is not
-kept. kv overlaps no other operand. Legend: T tokens, R rows, L layers, W width of keys, B sequences, X extents.
+Row r of k is row `row_start + r` of the packed window, a token of the sequence that has it;
+`mosaic.registrar.operators.kv_store` describes the layout of keys. A token in no sequence, or at a position without a
+row, is not stored. kv overlaps no other operand. Legend: T tokens, R rows, L layers, W width of keys, B sequences, X
+extents.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES
-
-__all__ = ["SEQUENCES", "launch", "place_of"]
 
 # Untuned defaults: 8 elements of k and of v a thread.
 COLUMNS: Final = 1024
@@ -31,7 +28,7 @@ def place_of(row, extents, cu_extents, cu_seqlens, positions, sequences, row_sta
     mine = known & (first <= row_start + row) & (row_start + row < end)
     low = tl.sum(tl.where(mine, tl.load(cu_extents + sequence, mask=known, other=0), 0), 0)
     high = tl.sum(tl.where(mine, tl.load(cu_extents + sequence + 1, mask=known, other=0), 0), 0)
-    # of the extents that begin before the position the last; where that has no place for it, nobody has
+    # the last extent that begins before the position; if it has no row for it, no extent has
     position = tl.load(positions + row).to(tl.int64)
     base = position * 0
     count = base
@@ -79,19 +76,9 @@ def kv_store_kernel(
 
 
 def launch(
-    *,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    cu_seqlens: Tensor,
-    positions: Tensor,
-    layer: int,
-    head_size: int,
-    row_start: int = 0,
-    scratch: Tensor | None = None,
-) -> None:
+    *, k: Tensor, v: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor, positions: Tensor,
+    layer: int, head_size: int, row_start: int = 0, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Update kv."""
     (tokens, width), sequences = k.shape, cu_seqlens.shape[0] - 1
     block = power_of_two(width, COLUMNS)

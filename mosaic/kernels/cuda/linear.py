@@ -5,12 +5,8 @@ Accumulates in float32, but for split-K products of 16-bit operands, which cuBLA
 Measured on an H200: 0 bytes from PyTorch's allocator. Legend: T rows, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
-
-__all__ = ["launch"]
 
 
 def launch(*, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> None:

@@ -3,11 +3,7 @@
 Precision and workspace as in `linear`. Legend: T rows, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
-
-__all__ = ["launch"]
 
 
 def launch(*, x: Tensor, weight: Tensor, y: Tensor, scratch: Tensor | None = None) -> None:

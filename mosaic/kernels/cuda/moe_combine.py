@@ -4,8 +4,6 @@ Each row gathers its own k outputs, in the order of its top-k list and in float3
 same bits. A first launch inverts `order`. Scratch: the inverse, [C*k] int32. Legend: C rows, D hidden, k experts a row.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch
@@ -13,8 +11,6 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
-
-__all__ = ["launch"]
 
 # Untuned defaults.
 COLUMNS: Final = 1024

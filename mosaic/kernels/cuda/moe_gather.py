@@ -3,13 +3,9 @@
 Legend: C rows, D hidden, k experts a row.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.rows import copy_rows
-
-__all__ = ["launch"]
 
 
 def launch(*, x: Tensor, order: Tensor, y: Tensor, top_k: int, scratch: Tensor | None = None) -> None:

@@ -5,8 +5,6 @@ LLaDA-MoE's router (softmax, normalize off), Qwen3-MoE's (either), LLaDA2.0's (s
 rows, D hidden, E experts, G groups.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
@@ -22,8 +20,6 @@ from mosaic.kernels.cuda.shared.launching import (
 )
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.moe_route import TINY
-
-__all__ = ["launch"]
 
 # Tiles of the product, rows, experts and hidden, by item size. One for any rows: another `inner` adds up in another order,
 # so a row's scores would depend on how many others there are. On an H200 (256 experts of 8 groups, hidden 2,048,
@@ -161,20 +157,10 @@ def moe_route_kernel(
 
 
 def launch(
-    *,
-    x: Tensor,
-    weight: Tensor,
-    scores: Tensor,
-    experts: Tensor,
-    top_k: int,
-    normalize: bool,
-    bias: Tensor | None = None,
-    scoring: str = "softmax",
-    groups: int = 0,
-    top_groups: int = 0,
-    scale: float = 1.0,
+    *, x: Tensor, weight: Tensor, scores: Tensor, experts: Tensor, top_k: int, normalize: bool,
+    bias: Tensor | None = None, scoring: str = "softmax", groups: int = 0, top_groups: int = 0, scale: float = 1.0,
     scratch: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the scores and the experts of every row, [C, k] each."""
     (rows, hidden), num_experts = x.shape, weight.shape[0]
     described = has_descriptors(x, weight)

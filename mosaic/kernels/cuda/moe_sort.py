@@ -5,8 +5,6 @@ of the experts; write each assignment to offset + place of its block + rank with
 int32. Legend: C rows, k experts a row, E experts.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch
@@ -15,8 +13,6 @@ from torch import Tensor
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.registrar.operators.moe_sort import SORT_BLOCK
-
-__all__ = ["launch"]
 
 # Untuned defaults.
 EXPERTS: Final = 32  # experts compared with a block of assignments at once

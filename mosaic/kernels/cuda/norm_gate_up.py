@@ -4,8 +4,6 @@ The norm as in `norm_qkv`; gate, up and their activation stay in float32 until y
 of both; there are enough of them, so none is split. Legend: T rows, D hidden, F feed-forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Final
 
@@ -14,8 +12,6 @@ from torch import Tensor
 from mosaic.kernels.cuda.shared.few_rows import normed, padded_rows, rows_tile, weight_tile
 from mosaic.kernels.cuda.shared.launching import Tile, since, tl, triton
 from mosaic.registrar.few_rows import COLUMNS, FEW_ROWS, tile_count
-
-__all__ = ["launch"]
 
 # Most rows, columns, inner width, warps, stages. On an H200, bfloat16, 32 rows of SDAR-8B's twice
 # 12,288 columns of 4,096 took 53.5 us; cuBLAS's two products, norm and activation take 62.4, and reading takes 46.8. More tiles

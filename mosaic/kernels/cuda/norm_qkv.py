@@ -5,8 +5,6 @@ the end, in float32. A program has a tile of columns of one of the three, and a 
 Q and K columns of queries and of keys, A counts.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
@@ -23,8 +21,6 @@ from mosaic.kernels.cuda.shared.few_rows import (
 from mosaic.kernels.cuda.shared.launching import Tile, tl, triton
 from mosaic.registrar.few_rows import COLUMNS, FEW_ROWS, split_count, tile_count
 from mosaic.registrar.operators.norm_qkv import PROGRAMS
-
-__all__ = ["launch"]
 
 # Most rows, columns, inner width, warps, stages. On an H200, bfloat16, 32 rows of SDAR-8B's 6,144
 # columns of 4,096 took 18.5 us in four splits, and 19.1 in two with six stages; cuBLAS's three products and the norm take 32.6, and
@@ -107,22 +103,10 @@ def norm_qkv_kernel(
 
 
 def launch(
-    *,
-    x: Tensor,
-    norm: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    v_weight: Tensor,
-    arrivals: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    eps: float,
-    q_bias: Tensor | None = None,
-    k_bias: Tensor | None = None,
-    v_bias: Tensor | None = None,
-    scratch: Tensor | None = None,
-) -> None:
+    *, x: Tensor, norm: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor, arrivals: Tensor, q: Tensor,
+    k: Tensor, v: Tensor, eps: float, q_bias: Tensor | None = None, k_bias: Tensor | None = None,
+    v_bias: Tensor | None = None, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write q [T, Q], k and v [T, K]; arrivals are 0 before and after."""
     rows, inner = x.shape
     q_columns, k_columns = q_weight.shape[0], k_weight.shape[0]

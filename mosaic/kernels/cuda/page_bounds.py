@@ -1,13 +1,11 @@
-"""page_bounds on CUDA: how much attention the voting rows of each sequence can give to the keys of each page, at most.
+"""page_bounds on CUDA: an upper bound of the attention of each sequence's voting rows to the keys of each page.
 
-A program owns a tile of the pages of a sequence, one set of heads and one tile of the block's rows. The mean over queries is
-linear in what of them is above 0 and below: a first launch adds these up, once for each sequence and set, and a second
-multiplies them with the pages. For the largest and the least the program goes over the voting rows and multiplies each tile
-of them. So no matrix is larger than a tile, and a sequence's bounds depend on no other sequence. Legend: T rows, E rows of
-pages, Z sparse layers, M pages, S columns, B sequences, N query heads, K KV heads, H size.
+A program owns a tile of the pages of a sequence, one set of heads and one tile of the block's rows. The mean over
+queries is linear in their positive and negative parts: a first launch adds these up, once per sequence and set, and a
+second multiplies the sums with the pages. For the largest and the least the program goes over the voting rows and
+multiplies each tile of them. So no matrix is larger than a tile, and a sequence's bounds depend on no other sequence.
+Legend: T rows, E rows of pages, Z sparse layers, M pages, S columns, B sequences, N query heads, K KV heads, H size.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
@@ -17,8 +15,6 @@ from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, 
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
 from mosaic.kernels.cuda.shared.voting import tile_of_voters, votes_of
-
-__all__ = ["launch"]
 
 # Untuned defaults.
 ROWS: Final = 16
@@ -76,7 +72,7 @@ def query_sums_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """What of the voting queries of a sequence and set is above 0, and below, added up; and how many there are."""
+    """The sums of the positive and negative parts of a sequence and set's voting queries, and their number."""
     sequence = tl.program_id(0)
     own = tl.program_id(1) // TILES
     start = tl.load(cu_seqlens + sequence)
@@ -174,27 +170,11 @@ def page_bounds_kernel(
 
 
 def launch(
-    *,
-    q: Tensor,
-    extrema: Tensor,
-    page_table: Tensor,
-    cu_pages: Tensor,
-    votes: Tensor,
-    cu_seqlens: Tensor,
-    bound: Tensor,
-    positions: Tensor | None = None,
-    slot: int,
-    kv_heads: int,
-    head_size: int,
-    sets: int,
-    columns: int = 0,
-    page_span: int = 0,
-    statistic: str = "mean",
-    block: int = 0,
-    rows: int = 0,
-    tiles: int = 1,
+    *, q: Tensor, extrema: Tensor, page_table: Tensor, cu_pages: Tensor, votes: Tensor, cu_seqlens: Tensor,
+    bound: Tensor, positions: Tensor | None = None, slot: int, kv_heads: int, head_size: int, sets: int,
+    columns: int = 0, page_span: int = 0, statistic: str = "mean", block: int = 0, rows: int = 0, tiles: int = 1,
     scratch: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the bounds of pages into bound [sets * tiles, S]."""
     members = q.shape[1] // (sets * head_size)
     sequences, block_h = cu_seqlens.shape[0] - 1, power_of_two(head_size, 1 << 16, least=DOT_MINIMUM)

@@ -1,11 +1,9 @@
-"""page_extrema on CUDA: the least and the largest key of pages, element by element, into the rows of a state.
+"""page_extrema on CUDA: elementwise minimum and maximum of the keys of pages, into the rows of a state.
 
-There are programs for as many pages as the step's tokens may complete, and for each head; they go on to further pages where
-these are more. Legend: R rows of keys, L layers, B sequences, X extents, M pages, E rows of pages, Z sparse layers, K KV
-heads, H size.
+There are programs for as many pages as the step's tokens may complete, and for each head; they loop if there are more
+pages. Legend: R rows of keys, L layers, B sequences, X extents, M pages, E rows of pages, Z sparse layers, K KV heads,
+H size.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
@@ -13,8 +11,6 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES
-
-__all__ = ["launch"]
 
 # Untuned defaults.
 KEYS: Final = 16
@@ -67,7 +63,7 @@ def page_extrema_kernel(
             begin = tl.load(entry + 2).to(tl.int32)
             stop = tl.load(entry + 6, mask=extent + 1 < last_extent, other=2147483647).to(tl.int32)
             stop = tl.minimum(stop, (number + 1) * PAGE)
-            # where the key of position 0 would lie, were the extent to reach there
+            # where the key of position 0 would lie if the extent reached there
             origin = (2 * layer * HEADS + head) * tl.load(entry + 1) + tl.load(entry + 3) - begin
             k = kv + tl.load(entry) * kv_stride + origin * SIZE
             for step in range(tl.maximum(begin, number * PAGE), stop, BLOCK_K):
@@ -82,22 +78,10 @@ def page_extrema_kernel(
 
 
 def launch(
-    *,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    page_table: Tensor,
-    cu_pages: Tensor,
-    first_page: Tensor,
-    extrema: Tensor,
-    layer: int,
-    slot: int,
-    page: int,
-    kv_heads: int,
-    head_size: int,
-    tokens: int = 0,
+    *, kv: Tensor, extents: Tensor, cu_extents: Tensor, page_table: Tensor, cu_pages: Tensor, first_page: Tensor,
+    extrema: Tensor, layer: int, slot: int, page: int, kv_heads: int, head_size: int, tokens: int = 0,
     scratch: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the extrema of pages into their rows of extrema [E, Z*2*K*H]."""
     sequences = cu_pages.shape[0] - 1
     programs = min(page_table.shape[0], tokens // page + sequences)

@@ -3,16 +3,12 @@
 Legend: M rows.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.kernels.cuda.shared.sampling import exponential, gumbel, row_word
-
-__all__ = ["launch"]
 
 ROWS: Final = 256  # untuned default
 

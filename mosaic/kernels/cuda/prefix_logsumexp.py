@@ -1,12 +1,10 @@
-"""prefix_logsumexp on CUDA: over the prefix of each voting row, the logarithm of what the exponentials of its scores add up to.
+"""prefix_logsumexp on CUDA: the log-sum-exp of each voting row's scores over its prefix.
 
-A tile's rows are tokens of one sequence times the query heads of one KV head, as in `kv_attention`. Keys are split as those
-of the request alone ask for, and the splits, in scratch, are then joined. Lengths are read on the device alone: how many
-programs start depends on shapes, so a captured launch serves other lengths. Legend: T rows, R rows of the state, L layers, B
-sequences, X extents, N query heads, K KV heads, H size.
+A tile's rows are tokens of one sequence times the query heads of one KV head, as in `kv_attention`. The splits of the
+keys depend on the request alone; their results, in scratch, are then joined. Lengths are read on the device alone: the
+number of programs depends on shapes, so a captured launch serves other lengths. Legend: T rows, R rows of the state, L
+layers, B sequences, X extents, N query heads, K KV heads, H size.
 """
-
-from __future__ import annotations
 
 import math
 import sys
@@ -20,8 +18,6 @@ from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, 
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile, share_of
 from mosaic.registrar.operators.prefix_logsumexp import SPLIT_KEYS, SPLITS
-
-__all__ = ["launch", "launch_invariant"]
 
 JOINED: Final = 64
 """Log-sum-exps that a program joins the splits of."""
@@ -89,7 +85,7 @@ def log_sum_kernel(
             entry = extents + extent * 4
             begin = tl.load(entry + 2).to(tl.int32)
             end = tl.load(entry + 6, mask=extent + 1 < last_extent, other=2147483647).to(tl.int32)
-            # where the key of position 0 would lie, were the extent to reach there
+            # where the key of position 0 would lie if the extent reached there
             origin = (2 * layer * HEADS + kv_head) * tl.load(entry + 1) + tl.load(entry + 3) - begin
             k = kv + tl.load(entry) * kv_stride + origin * SIZE
             start = tl.maximum(begin, low)
@@ -116,7 +112,7 @@ def join_sums_kernel(sums, logsumexp, stride, count, HEADS: tl.constexpr, SPLITS
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     split = tl.arange(0, SPLITS)
     some = tl.load(sums + split[:, None] * count + at[None, :], mask=(at < count)[None, :], other=float("-inf"))
-    some = tl.where(some == some, some, float("-inf"))  # nobody wrote those of rows in no sequence
+    some = tl.where(some == some, some, float("-inf"))  # rows in no sequence are unwritten
     maximum = tl.max(some, 0)
     base = tl.where(maximum == float("-inf"), 0.0, maximum)
     total = tl.sum(tl.exp(some - base[None, :]), 0)
@@ -125,24 +121,10 @@ def join_sums_kernel(sums, logsumexp, stride, count, HEADS: tl.constexpr, SPLITS
 
 
 def launch(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    captured: Tensor,
-    votes: Tensor,
-    cu_seqlens: Tensor,
-    logsumexp: Tensor,
-    layer: int,
-    kv_heads: int,
-    head_size: int,
-    scale: float,
-    span: int = 0,
-    keys: int = 0,
-    scratch: Tensor | None = None,
-    fixed: bool = False,
-) -> None:
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, captured: Tensor, votes: Tensor, cu_seqlens: Tensor,
+    logsumexp: Tensor, layer: int, kv_heads: int, head_size: int, scale: float, span: int = 0, keys: int = 0,
+    scratch: Tensor | None = None, fixed: bool = False,
+) -> None:  # fmt: skip
     """Write the log-sum-exps of voting rows into logsumexp [T, N]; `fixed`: with the same tiles, however many rows there are."""
     group = q.shape[1] // (kv_heads * head_size)
     (rows, heads), sequences = logsumexp.shape, cu_seqlens.shape[0] - 1

@@ -1,10 +1,9 @@
-"""query_change on CUDA: by how much each sequence's queries differ from the kept ones; new ones are kept.
+"""query_change on CUDA: the relative change of each sequence's queries since they were kept; refreshes replace them.
 
-A program a row leaves its two sums in scratch, or writes the row where it is new; a program a sequence adds up those of its
-rows. So a change depends on no other sequence. Legend: T query rows, C columns, E owners, M rows of a block, B sequences.
+One program per row writes its two sums to scratch, or writes a refreshed row; one program per sequence adds up its
+rows' sums. So a change depends on no other sequence. Legend: T query rows, C columns, E owners, M rows of a block, B
+sequences.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
@@ -13,8 +12,6 @@ from torch import Tensor
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, find_tile
-
-__all__ = ["launch"]
 
 # Untuned defaults.
 COLUMNS: Final = 2048

@@ -1,17 +1,13 @@
-"""read_canvas on CUDA: tokens of some rows of a canvas, and `open_id` where a position is open.
+"""read_canvas on CUDA: tokens of some rows of a canvas, and `open_id` for open positions.
 
 Legend: R rows of the state, C rows that are read.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
-
-__all__ = ["launch"]
 
 ROWS: Final = 128  # untuned default
 

@@ -3,15 +3,11 @@
 y and x do not overlap. Legend: M rows.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
-
-__all__ = ["launch"]
 
 ROWS: Final = 256  # untuned default
 

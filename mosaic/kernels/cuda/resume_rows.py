@@ -1,12 +1,10 @@
-"""resume_rows on CUDA: bounds and positions of the rows kept, and which rows to decide are among them, in two launches.
+"""resume_rows on CUDA: bounds and positions of the kept rows, and the rows to decide among them, in two launches.
 
-The first launch looks each row of a sequence up among those that are kept, and counts what it finds; one program a sequence.
-In the second each adds up the counts before its own and writes its rows; one program more writes what nobody decides.
-Scratch: a count per sequence. Nothing is read on the host. Legend: S numbers of tokens, C rows kept, T tokens, M rows asked
-for, D rows decided, B sequences.
+In the first launch one program per sequence looks up its rows among the kept ones and counts those found. In the second
+each adds up the counts before its own and writes its rows; one more program writes the padding. Scratch: a count per
+sequence. Nothing is read on the host. Legend: S numbers of tokens, C rows kept, T tokens, M rows asked for, D rows
+decided, B sequences.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
@@ -15,8 +13,6 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
-
-__all__ = ["launch"]
 
 # Untuned defaults: rows asked for and rows kept of a tile, elements that are copied, sequences that are added up at once.
 ROWS: Final = 32
@@ -122,24 +118,10 @@ def write_kernel(
 
 
 def launch(
-    *,
-    chosen: Tensor,
-    bounds: Tensor,
-    positions: Tensor,
-    rows: Tensor,
-    cu_rows: Tensor,
-    kept: Tensor,
-    kept_positions: Tensor,
-    cu_seqlens: Tensor,
-    decided: Tensor,
-    asked: Tensor,
-    cu_decided: Tensor,
-    place: Tensor,
-    count: Tensor,
-    size: int = 0,
-    most: int = 0,
-    scratch: Tensor | None = None,
-) -> None:
+    *, chosen: Tensor, bounds: Tensor, positions: Tensor, rows: Tensor, cu_rows: Tensor, kept: Tensor,
+    kept_positions: Tensor, cu_seqlens: Tensor, decided: Tensor, asked: Tensor, cu_decided: Tensor, place: Tensor,
+    count: Tensor, size: int = 0, most: int = 0, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write all outputs."""
     sequences = bounds.shape[0] - 1
     counts = floats_of("resume_rows", scratch, bounds.shape[0]).view(torch.int32)

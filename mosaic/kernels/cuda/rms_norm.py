@@ -4,15 +4,11 @@ Source: Zhang and Sennrich 2019, "Root mean square layer normalization". One pro
 reads from cache. Legend: T rows, D hidden.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
-
-__all__ = ["launch"]
 
 # Untuned defaults: a row of 4,096 in one tile, 16 elements a thread.
 COLUMNS: Final = 4096

@@ -6,15 +6,11 @@ of R, cosines and sines times `factor`.
 Source: Su et al. 2021, "RoFormer". Legend: T rows, N heads, H head size, R rotated columns of a head, S sequences.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
-
-__all__ = ["launch"]
 
 # Untuned defaults: all 32 heads of 128 of an 8B model in one program, so a row's angles are computed once.
 ELEMENTS: Final = 2048
@@ -52,15 +48,9 @@ def rotary_kernel(
 
 
 def launch(
-    *,
-    x: Tensor,
-    positions: Tensor,
-    inv_freq: Tensor,
-    head_size: int,
-    sequences: Tensor | None = None,
-    factor: float = 1.0,
-    scratch: Tensor | None = None,
-) -> None:
+    *, x: Tensor, positions: Tensor, inv_freq: Tensor, head_size: int, sequences: Tensor | None = None,
+    factor: float = 1.0, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Rotate the heads of x [T, N*H] in place by their rows' positions, and their sequences' frequencies."""
     rows, half = x.shape[0], inv_freq.shape[-1]
     heads = x.shape[-1] // head_size

@@ -4,8 +4,6 @@ One program a row and group of heads, of queries or of keys with their values. L
 width of keys, R rotated columns of a head.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
@@ -13,8 +11,6 @@ from torch import Tensor
 from mosaic.kernels.cuda.kv_store import place_of
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES
-
-__all__ = ["launch"]
 
 # Untuned defaults: 8 elements a thread, and as many of those that they turn with.
 ELEMENTS: Final = 1024
@@ -104,26 +100,11 @@ def rotary_store_kernel(
 
 
 def launch(
-    *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    cu_seqlens: Tensor,
-    positions: Tensor,
-    inv_freq: Tensor,
-    layer: int,
-    head_size: int,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    sequences: Tensor | None = None,
-    eps: float = 0.0,
-    factor: float = 1.0,
-    row_start: int = 0,
-    scratch: Tensor | None = None,
-) -> None:
+    *, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor,
+    positions: Tensor, inv_freq: Tensor, layer: int, head_size: int, q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None, sequences: Tensor | None = None, eps: float = 0.0, factor: float = 1.0,
+    row_start: int = 0, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Update q and kv."""
     q_heads, heads = q.shape[1] // head_size, k.shape[1] // head_size
     count = cu_seqlens.shape[0] - 1

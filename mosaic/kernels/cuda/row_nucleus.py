@@ -1,12 +1,10 @@
-"""row_nucleus on CUDA: a token of each row drawn from what top-p and top-k keep, without sorting and without scratch.
+"""row_nucleus on CUDA: a token of each row drawn from those within top-p and top-k, without sorting or scratch.
 
 One program a row. What is kept is a prefix of the tokens in the order of their logits: the lowest kept logit is found by
 bisection over the ranks of the dtype's numbers (16 passes over the row in 16 bits, 32 in float32; none where top_p and top_k
 are off), and of the tokens that tie with it the lowest ids are kept. Legend: C rows, V vocabulary, L lanes (threads) of a
 program.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
@@ -18,8 +16,6 @@ from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.kernels.cuda.shared.order import rank
 from mosaic.kernels.cuda.shared.sampling import BLOCK, RUN, STRIDE, group_numbers, random_words
 from mosaic.kernels.cuda.shared.statistics import LAST
-
-__all__ = ["launch"]
 
 # Untuned defaults.
 WARPS: Final = 8
@@ -205,20 +201,10 @@ def row_nucleus_kernel(
 
 
 def launch(
-    *,
-    logits: Tensor,
-    keys: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    top_k: Tensor,
-    cuts: Tensor | None = None,
-    sample: Tensor,
-    probability: Tensor,
-    margin: Tensor,
-    entropy: Tensor,
-    scratch: Tensor | None = None,
-) -> None:
-    """Write the samples and the figures of the rows of logits [C, V], or of those that `cuts` says."""
+    *, logits: Tensor, keys: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, cuts: Tensor | None = None,
+    sample: Tensor, probability: Tensor, margin: Tensor, entropy: Tensor, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write the samples and the figures of the rows of logits [C, V], or of those that `cuts` names."""
     rows, vocabulary = logits.shape
     row_nucleus_kernel[(rows,)](
         logits,

@@ -1,9 +1,7 @@
-"""row_score on CUDA: by what rows are chosen, from their statistics.
+"""row_score on CUDA: the scores by which rows are chosen, from their statistics.
 
 Legend: M rows.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
@@ -11,8 +9,6 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.kernels.cuda.shared.sampling import row_word, uniform
-
-__all__ = ["launch"]
 
 ROWS: Final = 256  # untuned default
 
@@ -38,17 +34,9 @@ def row_score_kernel(
 
 
 def launch(
-    *,
-    maximum: Tensor,
-    second: Tensor,
-    logsumexp: Tensor,
-    entropy: Tensor,
-    sample_logit: Tensor,
-    score: Tensor,
-    kind: str,
-    keys: Tensor | None = None,
-    scratch: Tensor | None = None,
-) -> None:
+    *, maximum: Tensor, second: Tensor, logsumexp: Tensor, entropy: Tensor, sample_logit: Tensor, score: Tensor,
+    kind: str, keys: Tensor | None = None, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the scores [M] of one kind."""
     figures = (maximum, second, logsumexp, entropy, sample_logit)
     count, stand_in = score.shape[0], maximum  # of keys that no kind but random has

@@ -1,11 +1,9 @@
-"""row_stats on CUDA: what a sampler needs of each row of logits, in one pass over the vocabulary.
+"""row_stats on CUDA: the statistics of each row of logits that samplers use, in one pass over the vocabulary.
 
 The logits are read only. One program a row, no scratch; a thread keeps the state of the columns that it reads, so that
 threads meet once a row, not once a tile. A lane reads of a tile what is a group of random numbers, whether any are drawn or not:
 the statistics are the same to the bit. Legend: C rows, V vocabulary, L lanes (threads) of a program, W columns of a run.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
@@ -23,9 +21,6 @@ from mosaic.kernels.cuda.shared.sampling import (
     random_words,
 )
 from mosaic.kernels.cuda.shared.statistics import LAST, exponentials, finish, rebase
-
-__all__ = ["launch", "launch_rows"]
-
 
 WARPS: Final = 16
 """Whatever the number of rows is: a row's sums are added up in an order that depends on it. Eight were no faster on an H200."""
@@ -189,15 +184,9 @@ def row_kernel(
 
 
 def launch(
-    *,
-    logits: Tensor,
-    token: Tensor,
-    maximum: Tensor,
-    second: Tensor,
-    logsumexp: Tensor,
-    entropy: Tensor,
+    *, logits: Tensor, token: Tensor, maximum: Tensor, second: Tensor, logsumexp: Tensor, entropy: Tensor,
     scratch: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the five statistics of the rows of logits [C, V]."""
     launch_rows("row_stats", logits, (token, maximum, second, logsumexp, entropy))
 

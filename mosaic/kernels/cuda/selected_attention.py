@@ -1,17 +1,15 @@
 """selected_attention on CUDA: softmax(q k^T * scale) v per sequence, over selected keys of a prefix and all keys after it.
 
-Row r of q is row `row_start + r` of the packed window. A row in no sequence, or that sees no key, is left as it was.
+Row r of q is row `row_start + r` of the packed window. A row in no sequence, or without a visible key, is unchanged.
 
-A program's rows are tokens of one sequence times the query heads of one set; where tiles of the block's rows have sets of
-their own, those of them that are in one tile: a program for each tile goes over the same tokens, and ends at once if none is
-in its own. Its keys are one list in order of position: the selected ones, then those from the end of the prefix on. The keys
-of one extent lie side by side in the list, and are read one by one. Few tiles are split over their keys, and a second launch
-joins the partial results from scratch. Lengths and counts are read on the device alone: how many programs start depends on
-shapes, so a captured launch serves others. Legend: T query rows, R rows of the state, L layers, B sequences, X extents, E
-rows of selections, N query heads, K KV heads, H head size.
+A program's rows are tokens of one sequence times the query heads of one set; where tiles of the block's rows have sets
+of their own, those of them that are in one tile: a program for each tile goes over the same tokens, and ends at once if
+none is in its own. Its keys are one list in order of position: the selected ones, then those from the end of the prefix
+on. The keys of one extent lie side by side in the list, and are read one by one. Few tiles are split over their keys,
+and a second launch joins the partial results from scratch. Lengths and counts are read on the device alone: the number
+of programs depends on shapes, so a captured launch serves others. Legend: T query rows, R rows of the state, L layers,
+B sequences, X extents, E rows of selections, N query heads, K KV heads, H head size.
 """
-
-from __future__ import annotations
 
 import math
 import sys
@@ -26,8 +24,6 @@ from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, Tile, power_of_two
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.kernels.cuda.shared.sequences import SEQUENCES, share_of
 from mosaic.registrar.operators.selected_attention import SPLIT_KEYS, splits_of
-
-__all__ = ["launch", "launch_invariant"]
 
 PLACES: Final = 2
 """Programs that a multiprocessor runs at a time."""
@@ -175,7 +171,7 @@ def selected_attention_kernel(
         count = tl.load(entry + 1)
         begin = tl.load(entry + 2).to(tl.int32)
         end = tl.load(entry + 6, mask=extent + 1 < last_extent, other=2147483647).to(tl.int32)
-        # where the key of position 0 would lie, were the extent to reach there
+        # where the key of position 0 would lie if the extent reached there
         origin = tl.load(entry + 3) - begin
         k = kv + tl.load(entry) * kv_stride + ((2 * layer * HEADS + kv_head) * count + origin) * SIZE
         v = k + HEADS * count * SIZE
@@ -276,34 +272,11 @@ def join_kernel(
 
 
 def launch(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    selected: Tensor,
-    owner: Tensor,
-    captured: Tensor,
-    seen: Tensor,
-    cu_seqlens: Tensor,
-    positions: Tensor,
-    y: Tensor,
-    layer: int,
-    slot: int,
-    sets: int,
-    k: int,
-    page: int,
-    kv_heads: int,
-    head_size: int,
-    scale: float,
-    attended: int = 0,
-    block: int = 0,
-    rows: int = 0,
-    tiles: int = 1,
-    row_start: int = 0,
-    fixed: bool = False,
-    scratch: Tensor | None = None,
-) -> None:
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, selected: Tensor, owner: Tensor, captured: Tensor,
+    seen: Tensor, cu_seqlens: Tensor, positions: Tensor, y: Tensor, layer: int, slot: int, sets: int, k: int, page: int,
+    kv_heads: int, head_size: int, scale: float, attended: int = 0, block: int = 0, rows: int = 0, tiles: int = 1,
+    row_start: int = 0, fixed: bool = False, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the attention of the query rows into y [T, N*H]; y may be q itself.
 
     If `fixed`, tiles and splits are the same whatever the number of rows and sequences: one program goes through all keys.

@@ -4,15 +4,11 @@ sequence.
 Every program walks the B bounds, which are few. Legend: M rows, B sequences.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
-
-__all__ = ["launch"]
 
 ROWS: Final = 256  # untuned default
 

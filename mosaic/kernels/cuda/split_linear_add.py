@@ -4,8 +4,6 @@ Sums of the splits are float32, and added in order by the last of a tile to arri
 Legend: T rows, I inputs, O outputs, A counts.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
@@ -14,8 +12,6 @@ from mosaic.kernels.cuda.shared.few_rows import joined, padded_rows, partials_of
 from mosaic.kernels.cuda.shared.launching import Tile, since, tile_for, tl, triton
 from mosaic.registrar.few_rows import COLUMNS, FEW_ROWS, split_count, tile_count
 from mosaic.registrar.operators.split_linear_add import PROGRAMS
-
-__all__ = ["launch"]
 
 # By architecture and item size: most rows, columns, inner width, warps, stages. On an H200, bfloat16, 32 rows of SDAR-8B: 4,096
 # columns of 4,096 took 12.1 us in two splits and 12.7 in four, cuBLAS 13.8, reading 7.8; of 12,288, 28.7, 29.4, 30.6 and 23.4.

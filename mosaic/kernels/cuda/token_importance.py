@@ -1,4 +1,4 @@
-"""token_importance on CUDA: how much attention the voting rows of each sequence give to the positions of its block, per KV head.
+"""token_importance on CUDA: the attention of each sequence's voting rows to the positions of its block, per KV head.
 
 One program a sequence and KV head, over tiles of tokens times query heads. Scores are computed once for each neighbour of the
 pool, of keys that are listed so far apart: a block is short, and so no score has to be moved between threads. Nothing is read
@@ -6,16 +6,12 @@ on the host. Legend: T rows, R rows of the state, L layers, B sequences, X exten
 positions of a block.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, triton
-
-__all__ = ["launch"]
 
 # Untuned defaults: rows times query heads of a tile.
 ROWS: Final = 32
@@ -98,23 +94,10 @@ def importance_kernel(
 
 
 def launch(
-    *,
-    q: Tensor,
-    kv: Tensor,
-    extents: Tensor,
-    cu_extents: Tensor,
-    cu_seqlens: Tensor,
-    votes: Tensor,
-    first: Tensor,
-    listed: Tensor,
-    importance: Tensor,
-    layer: int,
-    kv_heads: int,
-    head_size: int,
-    scale: float,
-    pool: int = 3,
+    *, q: Tensor, kv: Tensor, extents: Tensor, cu_extents: Tensor, cu_seqlens: Tensor, votes: Tensor, first: Tensor,
+    listed: Tensor, importance: Tensor, layer: int, kv_heads: int, head_size: int, scale: float, pool: int = 3,
     scratch: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the importance of each sequence's positions, [B, K, P]."""
     group = q.shape[1] // (kv_heads * head_size)
     sequences, positions = listed.shape

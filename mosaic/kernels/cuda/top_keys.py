@@ -1,15 +1,13 @@
 """top_keys on CUDA: the pages of each prefix with the most attention mass, per set, without sorting.
 
 The lowest sum that is chosen is found by bisection over the bits of float32, which order as the sums do: of pages in
-registers, a count for each bit. Then the pages above it are written in ascending order, and of those that tie with it the
-lowest ones. Where a sum of masses is enough, the bisection adds up those above too. Long prefixes are cut into parts: a first
-launch counts the pages of each part by bins of their sums; a second lists those at or above the bin in which the lowest
-chosen sum must be, and the last program of a prefix and set to have listed its part chooses among these. Where too many share
-that bin, it chooses among all pages. Lengths are read on the device alone, and sums are added up again in each pass. Legend:
-S keys of all prefixes, B sequences, E rows, W numbers of a row.
+registers, a count for each bit. Then the pages above it are written in ascending order, and of those that tie with it
+the lowest ones. Where a sum of masses is enough, the bisection adds up those above too. Long prefixes are cut into
+parts: a first launch counts the pages of each part by bins of their sums; a second lists those at or above the bin in
+which the lowest chosen sum must be, and the last program of a prefix and set to have listed its part chooses among
+these. If too many share that bin, it chooses among all pages. Lengths are read on the device alone, and sums are added
+up again in each pass. Legend: S keys of all prefixes, B sequences, E rows, W numbers of a row.
 """
-
-from __future__ import annotations
 
 from functools import partial
 from typing import Final
@@ -20,8 +18,6 @@ from torch import Tensor
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.registrar.operators.top_keys import BINS, LISTED, PLACED, fraction_of, numbers_of, parts_of
-
-__all__ = ["launch", "launch_invariant"]
 
 # On one H200, of 8 sets 1,024 keys each: of 256 keys 5.8 us, of 131,072 29; with tiles of 4,096 pages 32 (39 with 16 warps), with
 # tiles of 1,024 pages 40. 64 of 8,192 pages whose bounds lie within a factor of two: 19 us.
@@ -77,7 +73,7 @@ def bin_of(bits, least, shift):
 
 @triton.jit
 def count_of(keys, numerator, denominator, PAGES: tl.constexpr, PAGE: tl.constexpr, RATIO: tl.constexpr):
-    """How many pages of a prefix are chosen: of a share of its keys, in 64 bits."""
+    """The number of pages of a prefix to choose: for a share of its keys, in 64 bits."""
     count = tl.minimum(tl.cdiv(keys, PAGE), PAGES)
     if RATIO:
         count = tl.minimum(count, tl.cdiv(tl.cdiv(keys.to(tl.int64) * numerator, denominator).to(tl.int32), PAGE))
@@ -97,7 +93,7 @@ def items_of(mass, listed, index, items, keys, LISTED: tl.constexpr, PAGE: tl.co
 
 @triton.jit
 def weight_of(bits, least, ENOUGH: tl.constexpr):
-    """What the sums from one on add up to, if that is asked for."""
+    """The total of the sums from one on, if asked for."""
     weight = 0.0
     if ENOUGH:
         weight = tl.sum(tl.where(bits >= least, bits.to(tl.float32, bitcast=True), 0.0), 0)
@@ -182,7 +178,7 @@ def histogram_kernel(
     BLOCK_P: tl.constexpr,
     SAMPLED: tl.constexpr,
 ):
-    """How many pages of one part of a prefix are in each bin, and where these lie."""
+    """The number of pages of one part of a prefix in each bin, and the bins' places."""
     part = tl.program_id(0)
     own = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -306,21 +302,9 @@ def whole_kernel(
 
 
 def launch(
-    *,
-    mass: Tensor,
-    captured: Tensor,
-    cu_keys: Tensor,
-    owner: Tensor,
-    selected: Tensor,
-    slot: int,
-    sets: int,
-    k: int,
-    page: int,
-    ratio: float = 0.0,
-    enough: float = 0.0,
-    fixed: bool = False,
-    scratch: Tensor | None = None,
-) -> None:
+    *, mass: Tensor, captured: Tensor, cu_keys: Tensor, owner: Tensor, selected: Tensor, slot: int, sets: int, k: int,
+    page: int, ratio: float = 0.0, enough: float = 0.0, fixed: bool = False, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write count and pages of each sequence and set into its row of selected [E, W].
 
     Which sums are the largest does not depend on the order of additions; with `enough`, what they add up to does: then, if

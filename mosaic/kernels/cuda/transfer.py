@@ -1,12 +1,10 @@
-"""transfer on CUDA: which rows are committed by their scores, and the tokens after it, in one launch.
+"""transfer on CUDA: the rows that are committed by their scores, and the resulting tokens, in one launch.
 
-The rules are those of the contract. One program per sequence, and one for the padding behind the last; nothing is read on the
-host. Each rule commits a number of candidates with the highest scores. A program counts that number. It finds the lowest
-score among them by bisection over the ranks of float32 numbers, in at most 32 counts of its rows. Of the rows with that
-score, it commits the lowest ones. Legend: M rows, B sequences.
+The rules are those of the operator's record. One program per sequence, and one for the padding behind the last; nothing
+is read on the host. Each rule commits a number of candidates with the highest scores. A program counts that number. It
+finds the lowest score among them by bisection over the ranks of float32 numbers, in at most 32 counts of its rows. Of
+the rows with that score, it commits the lowest ones. Legend: M rows, B sequences.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
@@ -14,8 +12,6 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.kernels.cuda.shared.order import rank
-
-__all__ = ["launch"]
 
 # Untuned defaults: rows of a tile and warps, for few rows in all and for many.
 FEW: Final = 4096
@@ -126,20 +122,9 @@ def transfer_kernel(
 
 
 def launch(
-    *,
-    token: Tensor,
-    score: Tensor,
-    current: Tensor,
-    cu_rows: Tensor,
-    quota: Tensor,
-    threshold: Tensor,
-    chosen: Tensor,
-    committed: Tensor,
-    rule: str,
-    mask_id: int,
-    edit_threshold: Tensor | None = None,
-    scratch: Tensor | None = None,
-) -> None:
+    *, token: Tensor, score: Tensor, current: Tensor, cu_rows: Tensor, quota: Tensor, threshold: Tensor, chosen: Tensor,
+    committed: Tensor, rule: str, mask_id: int, edit_threshold: Tensor | None = None, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write chosen [M] and committed [M]."""
     count, seqs = score.shape[0], quota.shape[0]
     block, warps = FEW_TILE if count <= FEW else MANY_TILE

@@ -5,8 +5,6 @@ a second kernel joins a row's partials. No atomics: on one card the same input g
 splits] of 4 bytes, in the order of `partial_kernel`'s stores. Legend: C rows, D hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch
@@ -28,8 +26,6 @@ from mosaic.kernels.cuda.shared.statistics import LAST, exponentials, finish, jo
 from mosaic.kernels.cuda.shared.unembed_tiles import FEW_ROWS, narrow_columns, tile_of
 from mosaic.registrar.operators.unembed_sample import SAMPLED_PARTIAL_BYTES
 from mosaic.registrar.operators.unembed_stats import PARTIAL_BYTES, unembed_splits
-
-__all__ = ["launch", "launch_unembedding"]
 
 ROW_TILES: Final = 16
 """Tiles of rows that share the weight while it is in the L2 cache; their x is there all the time."""
@@ -338,16 +334,9 @@ def combine_kernel(
 
 
 def launch(
-    *,
-    x: Tensor,
-    weight: Tensor,
-    token: Tensor,
-    maximum: Tensor,
-    second: Tensor,
-    logsumexp: Tensor,
-    entropy: Tensor,
+    *, x: Tensor, weight: Tensor, token: Tensor, maximum: Tensor, second: Tensor, logsumexp: Tensor, entropy: Tensor,
     scratch: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the five statistics of the logits of x [C, D] against weight [V, D]."""
     launch_unembedding("unembed_stats", x, weight, (token, maximum, second, logsumexp, entropy), scratch)
 

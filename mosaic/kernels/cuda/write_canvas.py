@@ -1,18 +1,14 @@
 """write_canvas on CUDA: tokens into some rows of a canvas.
 
-Rows that are taken are distinct; those outside the canvas are left out. canvas overlaps no other operand. Legend: R rows of
-the state, C rows that are written.
+Taken rows are distinct; rows outside the canvas are skipped. canvas overlaps no other operand. Legend: R rows of the
+state, C rows that are written.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
-
-__all__ = ["launch"]
 
 ROWS: Final = 128  # untuned default
 

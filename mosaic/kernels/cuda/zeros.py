@@ -1,7 +1,3 @@
 """zeros on CUDA: y = 0, a fill of the driver's."""
 
-from __future__ import annotations
-
-from mosaic.kernels.zeros import launch
-
-__all__ = ["launch"]
+from mosaic.kernels.zeros import launch as launch

@@ -1,1 +1,1 @@
-"""What kernels of several operators share on the CPU: operands checked, scratch carved, random numbers, attention."""
+"""Shared by kernels of several operators on the CPU: operands checked, scratch carved, random numbers, attention."""

@@ -1,9 +1,7 @@
-"""What the kernels of attention share on the CPU: the online softmax of a tile of query rows, and who sees what.
+"""Shared by the kernels of attention on the CPU: the online softmax of a tile of query rows, and visibility of keys.
 
 The online softmax is that of Milakov and Gimelshein 2018 (arXiv 1805.02867): nothing of the size queries x keys exists.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -13,8 +11,6 @@ from torch import Tensor
 
 from mosaic.kernels.shared.scratch import beginning
 from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, SCORES, WHOLE_KEYS
-
-__all__ = ["evenly", "keys_seen", "online_softmax", "parted", "tile_shape", "visible"]
 
 
 def online_softmax(

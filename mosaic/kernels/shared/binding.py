@@ -1,16 +1,12 @@
-"""How a kernel of the CPU is bound: its operands checked, its scratch carved and its views made once, to be run often.
+"""Binding a CPU kernel: operands are checked, scratch is carved and views are made once, for many runs.
 
-A kernel's `bind` takes what its `launch` takes and returns a `Run`, which does the work on whatever the operands hold by
-then. What a run finds in its scratch is undefined: constants are written again each time.
+A kernel's `bind` takes the arguments of its `launch` and returns a `Run`, which works on the operands' current values.
+The contents of scratch are undefined before a run, so constants are written again each time.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeAlias
-
-__all__ = ["Run", "launcher"]
 
 Run: TypeAlias = Callable[[], object]
 _P = ParamSpec("_P")

@@ -1,18 +1,14 @@
 """Extents of rows that keys and values are kept in: where the key of a position lies, on the CPU.
 
-`mosaic.registrar.operators.kv_store` says what an extent is. Legend: R rows, L layers, K KV heads, H head size, B sequences,
+`mosaic.registrar.operators.kv_store` describes extents. Legend: R rows, L layers, K KV heads, H head size, B sequences,
 X extents, n rows of an extent.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
-
-__all__ = ["Piece", "kept_tokens", "pieces", "windows"]
 
 
 class Piece(NamedTuple):

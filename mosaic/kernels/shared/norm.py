@@ -1,15 +1,11 @@
 """RMS norm of the heads of a row, shared by rms_norm (one head) and head_norm; computed in float32 or wider."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run
-
-__all__ = ["bind_norm", "normalise_reference"]
 
 
 def bind_norm(x_TD: Tensor, weight_H: Tensor, y_TD: Tensor, eps: float, tiles: list[Tensor]) -> Run:

@@ -5,14 +5,10 @@ integers differ, so NumPy's sort in place gives the one order, and a binary sear
 Shared by transfer and row_nucleus.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-
-__all__ = ["Order", "above", "at_least", "fill_order", "indices_of"]
 
 Order = NDArray[np.int64]
 _INDEX_BITS: Final = 32

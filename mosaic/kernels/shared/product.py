@@ -6,8 +6,6 @@ units, 0.13 MB on one without); without oneDNN they ask for nothing and take six
 not used.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -19,8 +17,6 @@ from torch import Tensor
 from mosaic.kernels.shared.binding import Run
 from mosaic.kernels.shared.scratch import beginning, carve, dtype_name
 from mosaic.registrar.tiles import PRODUCT_TILE, linear_tiles
-
-__all__ = ["product"]
 
 # The views of this many parts are made once: a fifth of the time of a small product. Those of many would take memory.
 _MOST_KEPT: Final = 16

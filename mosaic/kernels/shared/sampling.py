@@ -35,17 +35,6 @@ from torch import Tensor
 from mosaic.kernels.shared.scratch import beginning
 from mosaic.registrar.tiles import COUNTER_COLUMNS, COUNTERS, GROUP_RUN, ROW_NUMBERS, SAMPLE_TILES
 
-__all__ = [
-    "RowSamples",
-    "exponentials",
-    "fill_exponentials",
-    "fill_gumbels",
-    "fill_uniforms",
-    "gumbels",
-    "random_numbers",
-    "uniforms",
-]
-
 _ROUNDS: Final = 7
 _GROUPS: Final = COUNTERS // GROUP_RUN
 """Groups in a block of `COUNTER_COLUMNS` columns."""

@@ -1,7 +1,5 @@
 """Carves the typed tiles of a kernel out of its scratch buffer, as its operator's file lists them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +15,6 @@ from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import operator
 from mosaic.registrar.tiles import TILE_ALIGNMENT, Tile, Tiled
 from mosaic.units import round_up
-
-__all__ = ["beginning", "carve", "dtype_name", "tiles_of"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

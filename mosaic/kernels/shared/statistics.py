@@ -15,8 +15,6 @@ from torch import Tensor
 from mosaic.kernels.shared.sampling import RowSamples
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 
-__all__ = ["RowStatistics", "statistics_reference"]
-
 # exp(-87) is 1.6e-38 in float32: a logit this far below the maximum adds nothing; -inf would give 0 * -inf = NaN in the
 # entropy. Lower ones have exponentials that are no normal numbers, which take forty times as long; these become 0.
 _FLOOR = -87.0

@@ -1,7 +1,7 @@
-"""The ways in which attention may run, one per file: the options of the choice `attention`.
+"""The implementations of a layer's attention, one per file: the options of the choice `attention`.
 
-A cache policy says which of them it has, the fastest first. Shape legend: T tokens, N query heads, K key-value heads, H
-head size, D hidden.
+A cache policy lists its options, the fastest first. Shape legend: T tokens, N query heads, K key-value heads, H head
+size, D hidden.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Way:
     name
         The option of the choice `attention`.
     by_rows
-        Whether the way has `keep` and `add_rows`; otherwise the last layer is computed for all tokens.
+        Whether `keep` and `add_rows` exist; otherwise the last layer is computed for all tokens.
     cuts
-        Whether the way has `project` and `resume`; a phase that is cut inside a layer runs in no other.
+        Whether `project` and `resume` exist, which a phase that is cut inside a layer needs.
     """
 
     name: ClassVar[str] = ""
@@ -39,20 +39,20 @@ class Way:
     cuts: bool = False
 
     def serves(self, arch: Architecture) -> bool:
-        """Return whether the way can run the layers of a model."""
+        """Return whether this option supports the layers of a model."""
         return True
 
     def dims(self, step: StepGraph) -> None:
-        """Declare the dims that the way needs beside the policy's; all ways of a policy do, whichever is taken."""
+        """Declare dims beside the policy's; a policy declares those of all its options, whichever is taken."""
 
     def knobs(self, step: StepGraph) -> None:
-        """Declare the knobs that the way adds; all ways of a policy do, whichever is taken."""
+        """Declare knobs; a policy declares those of all its options, whichever is taken."""
 
     def begin(self, step: StepGraph) -> None:
-        """Declare what the way keeps for all layers."""
+        """Declare buffers that all layers share."""
 
     def kind(self, step: StepGraph, layer: int) -> Hashable:
-        """Return what of the way differs between layers, but for their numbers."""
+        """Return a key of all that differs between layers, except their numbers."""
         return None
 
     def matrices(self, step: StepGraph, layer: int) -> list[Matrix]:
@@ -63,7 +63,7 @@ class Way:
         """Register a layer's attention; `norm` [D] is the weight of its norm."""
         raise NotImplementedError
 
-    # -- the last layer, where no part of the phase reads the hidden states of all tokens ---------------------------
+    # -- the last layer, if no part of the phase reads the hidden states of all tokens ------------------------------
 
     def keep(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]) -> None:
         """Register the keys and values of all tokens, from k_proj and v_proj alone."""
@@ -72,15 +72,15 @@ class Way:
     def add_rows(
         self, step: StepGraph, layer: int, h: Buffer, chosen: Chosen, matrices: dict[str, Bundle], x: Buffer
     ) -> None:
-        """Register x += attention(h) @ o_proj.T for chosen rows, h and x [C, D]; `keep` came before."""
+        """Register x += attention(h) @ o_proj.T for chosen rows, h and x [C, D]; `keep` was called before."""
         raise NotImplementedError
 
     # -- a layer that a step is cut in -----------------------------------------------------------------------------
 
     def project(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer) -> None:
-        """Register queries [T, N H] of all tokens, and store their keys and values: what comes before the cut."""
+        """Register queries [T, N H] of all tokens, and store their keys and values: the part before the cut."""
         raise NotImplementedError
 
     def resume(self, step: StepGraph, layer: int, q: Buffer, matrices: dict[str, Bundle]) -> None:
-        """Register hidden += attention(q) @ o_proj.T: what comes after it, of the rows that are kept."""
+        """Register hidden += attention(q) @ o_proj.T of the kept rows: the part after the cut."""
         raise NotImplementedError

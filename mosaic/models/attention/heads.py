@@ -1,6 +1,6 @@
-"""By heads: a few key-value heads at a time into their columns of one buffer, then one output projection of all.
+"""By heads: a few key-value heads at a time write their columns of one buffer, then one output projection for all.
 
-The arithmetic is, to the bit, that of attending at once.
+The result equals that of all heads at once, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ if TYPE_CHECKING:
     from mosaic.registrar.graph import Buffer, Kind
     from mosaic.registrar.schemes.scheme import Bundle, Matrix
 
-__all__ = ["Heads"]
-
 
 class Heads(Way):
-    """Regions run over the dim `kv_heads`; with the hidden states, results are in host memory too."""
+    """Regions run over the dim `kv_heads`. If the hidden states are in host memory, so are the results."""
 
     name: ClassVar[str] = "heads"
 
     def serves(self, arch: Architecture) -> bool:
-        """Only layers that have as many heads, of one size."""
+        """Only layers with equal numbers and sizes of heads."""
         return len({(own.heads, own.kv_heads, own.head_size) for own in (layer.attention for layer in arch.stack)}) == 1
 
     def dims(self, step: StepGraph) -> None:
@@ -46,7 +44,7 @@ class Heads(Way):
         step.g.knob("heads", over=step.g.dim("kv_heads"), tile=1)
 
     def begin(self, step: StepGraph) -> None:
-        """Declare, where they are in host memory, the results of all heads: one buffer for all layers."""
+        """If they are in host memory, declare the results of all heads: one buffer for all layers."""
         self._attended = _all_heads(step, "attended", "host") if step.on_host else None
 
     def matrices(self, step: StepGraph, layer: int) -> list[Matrix]:
@@ -54,7 +52,7 @@ class Heads(Way):
         return matrices(step.arch, layer, step.g.dim("kv_heads"))
 
     def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]) -> None:
-        """Register each group's keys and values, then its queries: by chunks into host memory, or whole on the device."""
+        """Register each group's keys and values, then its queries: in host memory by chunks, on the device whole."""
         if self._attended is None:
             self._in_place(step, layer, norm, matrices)
             return
@@ -69,7 +67,7 @@ class Heads(Way):
         project_out(step, attended, matrices["o_proj"])
 
     def _in_place(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]) -> None:
-        """The queries of a few heads beside their keys and values, under one norm; their results over them."""
+        """Project the queries of a few heads with their keys and values under one norm; results replace queries."""
         g, arch, head_size = step.g, step.arch, step.arch.stack[layer].attention.head_size
         q, attended = _all_heads(step, "q", "transient"), _all_heads(step, "attended", "transient")
         g.add_alias(attended, q)
@@ -81,7 +79,7 @@ class Heads(Way):
 
 
 def _all_heads(step: StepGraph, name: str, kind: Kind) -> Buffer:
-    """The queries of all heads, or their results: of one layer, or in host memory of one layer after the other."""
+    """The buffer of all heads' queries or results: one per layer, or one in host memory for all layers."""
     own = step.arch.stack[0].attention
     width = step.g.dim("kv_heads") * (own.heads // own.kv_heads) * own.head_size
     return step.g.buffer(name, (step.tokens, width), step.arch.dtype, kind=kind)

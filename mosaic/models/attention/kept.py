@@ -1,4 +1,4 @@
-"""Over kept keys: those of the window go into the state by chunks of tokens, then its queries attend to the state."""
+"""Over kept keys: a window's keys are stored in the state by chunks of tokens, then its queries attend to it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,9 @@ if TYPE_CHECKING:
     from mosaic.registrar.operator import Dim
     from mosaic.registrar.schemes.scheme import Bundle
 
-__all__ = ["KeptQueries", "KeptTogether", "attend", "extents_of"]
-
 
 class _Kept(Way):
-    """`stored`, called with a layer's number, registers what is made of its keys once those of the window are in the state."""
+    """`stored(layer)` is called once the window's keys are in the state; it registers ops over them."""
 
     by_rows: ClassVar[bool] = True
 
@@ -38,7 +36,7 @@ class _Kept(Way):
     def store(
         self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer | None = None
     ) -> None:
-        """Write the window's keys and values into the state, and the queries where there is a buffer for them."""
+        """Write the window's keys and values into the state, and the queries into their buffer, if there is one."""
         _store(step, layer, norm, matrices, queries)
         if self._stored is not None:
             self._stored(step, layer)
@@ -50,7 +48,7 @@ class _Kept(Way):
     def add_rows(
         self, step: StepGraph, layer: int, h: Buffer, chosen: Chosen, matrices: dict[str, Bundle], x: Buffer
     ) -> None:
-        """Attend to the state; rows lie by sequence, so that bounds say whose they are."""
+        """Attend to the state; rows are grouped by sequence, which bounds give."""
         q = project(step, layer, "q", h, matrices["q_proj"], chosen=chosen)
         add_product(step, attend(step, layer, q, chosen=chosen), matrices["o_proj"], x, "o_linear")
 
@@ -77,7 +75,7 @@ class KeptTogether(_Kept):
         project_out(step, self.attended(step, layer, q), matrices["o_proj"])
 
     def attended(self, step: StepGraph, layer: int, q: Buffer) -> Buffer:
-        """Register the attention of one layer over the queries' storage."""
+        """Register the attention of one layer; results replace queries."""
         return attend(step, layer, q)
 
 
@@ -116,7 +114,7 @@ def _store(step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle
 def _store_at_once(
     step: StepGraph, layer: int, rows: Dim, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer
 ) -> None:
-    """The same in two launches, for this iteration's rows of the hidden state."""
+    """Project and store in two launches, for this iteration's rows of the hidden state."""
     g, arch, own = step.g, step.arch, step.arch.stack[layer].attention
     x = step.hidden.rows(rows, "keys_in_rows")
     projections = [matrices[f"{name}_proj"].whole for name in "qkv"]
@@ -144,9 +142,9 @@ def _store_at_once(
 
 
 def attend(step: StepGraph, layer: int, q: Buffer, seen: str = "seen", chosen: Chosen | None = None) -> Buffer:
-    """softmax(q k^T) v with the keys and values of the state, of all tokens or of the rows to decide, over the queries' storage.
-
-    `seen` is the input that says how many keys each sequence sees: rows of one that sees none are left as they are.
+    """softmax(q k^T) v with the keys and values of the state, for all tokens or the rows to decide; results replace
+    queries.  `seen` names the input with the number of keys that each sequence sees; rows of a sequence that sees 0 are
+    unchanged.
     """
     g, bounds, positions, sees = step.g, step.cu_seqlens, step.positions, step.sees(layer)
     if chosen is not None:
@@ -160,5 +158,5 @@ def attend(step: StepGraph, layer: int, q: Buffer, seen: str = "seen", chosen: C
 
 
 def extents_of(step: StepGraph) -> tuple[Buffer, Buffer]:
-    """The extents that sequences have rows in, and where those of each begin."""
+    """The extents of all sequences' rows, and where each sequence's extents begin."""
     return step.inputs["extents"], step.inputs["cu_extents"]

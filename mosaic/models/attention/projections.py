@@ -1,4 +1,4 @@
-"""What the ways share: projections by chunks of tokens, attention over the step's own keys, the way back into the residual.
+"""Shared by the options of `attention`: projections by chunks of tokens, attention over own keys, output projection.
 
 Legend: T tokens, C rows of a chunk, N query heads, K key-value heads, H head size, D hidden.
 """
@@ -16,26 +16,12 @@ if TYPE_CHECKING:
     from mosaic.registrar.graph import Buffer
     from mosaic.registrar.operator import Dim
 
-__all__ = [
-    "PROJECTION_TILE",
-    "Chosen",
-    "add_product",
-    "attend",
-    "bias_and_scale",
-    "keys_and_values",
-    "matrices",
-    "project",
-    "project_out",
-    "project_rows",
-    "rule",
-]
-
 PROJECTION_TILE: Final = 128
 
 
 class Chosen(NamedTuple):
-    """Rows of the step's tokens: their numbers int64 [C], positions int32 [C], and where rotary frequencies are a sequence's
-    own, their sequences int32 [C]; where the last layer has a window, the keys that they see, int32 [C, 2]."""
+    """Rows of the step's tokens: their numbers int64 [C], positions int32 [C]; their sequences int32 [C] if each
+    sequence has its own rotary frequencies; their visible keys int32 [C, 2] if the last layer has a window."""
 
     rows: Buffer
     positions: Buffer
@@ -44,7 +30,7 @@ class Chosen(NamedTuple):
 
 
 def matrices(arch: Architecture, layer: int, kv_heads: Dim | None = None) -> list[Matrix]:
-    """Return the projections of a layer; shaped by the dim `kv_heads` where a region runs over it."""
+    """Return the projections of a layer; shaped by the dim `kv_heads` if a region runs over it."""
     names, own = arch.names, arch.stack[layer].attention
     kv = (own.kv_heads if kv_heads is None else kv_heads) * own.head_size
     width = kv * (own.heads // own.kv_heads)
@@ -63,8 +49,8 @@ def project(
     step: StepGraph, layer: int, name: str, h: Buffer, matrix: Bundle, out: Buffer | None = None,
     chosen: Chosen | None = None,
 ) -> Buffer:  # fmt: skip
-    """Project the rows h [C, D] to one of q, k and v, normed and rotated as the architecture says: those of the step's tokens,
-    or chosen ones."""
+    """Project the rows h [C, D] to q, k or v, normed and rotated as the architecture says. The rows are the step's
+    tokens, or chosen ones."""
     g, arch, own = step.g, step.arch, step.arch.stack[layer].attention
     bias, scale = bias_and_scale(step, layer, name, matrix.rows)
     y = product(g, h, matrix, bias, out=out, name=f"{name}_linear")
@@ -81,7 +67,7 @@ def project(
 
 
 def bias_and_scale(step: StepGraph, layer: int, name: str, width: Dim) -> tuple[Buffer | None, Buffer | None]:
-    """Return the bias [width] of a projection, and the weight that its heads are normed by, where there are any."""
+    """Return a projection's bias [width] and the weight of its per-head norm, or None for each."""
     arch, own = step.arch, step.arch.stack[layer].attention
     bias_name = "k" if name == "v" and own.keys_as_values else name
     tensor, head_norm = {
@@ -101,7 +87,7 @@ def bias_and_scale(step: StepGraph, layer: int, name: str, width: Dim) -> tuple[
 def project_rows(
     step: StepGraph, layer: int, norm: Buffer, weights: dict[str, Bundle], outs: dict[str, Buffer], loop: str, name: str
 ) -> None:
-    """Project all tokens to those of q, k and v that there are buffers for, by chunks of tokens under one norm."""
+    """Project all tokens to the given ones of q, k and v, by chunks of tokens under one norm."""
     with step.g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name=loop) as rows:
         _, h = step.normed(rows, norm, name)
         for part, out in outs.items():
@@ -119,7 +105,7 @@ def keys_and_values(
 
 
 def attend(step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer, out: Buffer | None = None) -> Buffer:
-    """softmax(q k^T) v, into `out` or over the queries' storage."""
+    """softmax(q k^T) v, into `out` or in place of the queries."""
     g, own = step.g, step.arch.stack[layer].attention
     y: Buffer = g.add_op(
         "attention", q, k, v, step.cu_seqlens, step.sees(layer), out=out, head_size=own.head_size,
@@ -131,14 +117,14 @@ def attend(step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer, out: Bu
 
 
 def rule(step: StepGraph, layer: int) -> dict[str, Any]:
-    """Return the attributes that say who sees whom where no operand does, and for the cost model how many keys a query sees."""
+    """Return the visibility, if no operand gives it, and the mean number of visible keys, for the cost model."""
     window, block = step.arch.stack[layer].attention.window, step.arch.block
     span = 2 * window - 1 if window else step.span
     return {"span": span, **({"block": block} if block and step.sees(layer) is None else {})}
 
 
 def project_out(step: StepGraph, y: Buffer, matrix: Bundle) -> None:
-    """hidden += y @ o_proj.T for all heads, by windows where hidden states or results are in host memory."""
+    """hidden += y @ o_proj.T for all heads, by windows if hidden states or results are in host memory."""
     g = step.g
     if not step.on_host:
         add_product(step, y, matrix, step.hidden.buffer, "o_linear")

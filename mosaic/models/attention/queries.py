@@ -1,4 +1,4 @@
-"""By queries: keys and values of all heads, then chunks of queries, which never exist whole."""
+"""By queries: keys and values of all heads first, then chunks of queries; the queries never exist whole."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ if TYPE_CHECKING:
     from mosaic.registrar.graph import Buffer
     from mosaic.registrar.schemes.scheme import Bundle
 
-__all__ = ["Queries"]
-
 
 class Queries(Way):
-    """A chunk of queries is projected, attends and is added to the residual at once."""
+    """Each chunk of queries is projected, attends and is added to the residual."""
 
     name: ClassVar[str] = "queries"
 

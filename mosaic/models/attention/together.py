@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from mosaic.registrar.graph import Buffer
     from mosaic.registrar.schemes.scheme import Bundle
 
-__all__ = ["Together"]
-
 
 class Together(Way):
     """Queries, keys and values of all heads exist whole."""

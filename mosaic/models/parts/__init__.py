@@ -1,4 +1,4 @@
-"""The parts that phases are made of, one kind a file; a part of your own is a subclass beside these."""
+"""The parts of phases, one kind a file; a part of your own is a subclass of one of them."""
 
 from mosaic.models.parts.cache import KEPT, KV, MIXED, WHOLE, CachePolicy
 from mosaic.models.parts.commit import Commit, CommitRule, Rule, Score

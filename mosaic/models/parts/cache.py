@@ -28,12 +28,10 @@ if TYPE_CHECKING:
     from mosaic.models.inputs import Window
     from mosaic.models.step_graph import StepGraph
 
-__all__ = ["KEPT", "KV", "MIXED", "WHOLE", "CachePolicy", "Kept", "KeysAndValues", "Mixed", "Seen", "Whole"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeysAndValues(State):
-    """The keys and values of all layers, one row a token, in extents; it grows at its end, so nothing moves."""
+    """The keys and values of all layers, one row per token, in extents; it grows at its end, so nothing moves."""
 
     extents: bool = True
 
@@ -46,7 +44,7 @@ KV: Final = KeysAndValues(name="kv")
 
 
 class Seen(NamedTuple):
-    """Of one request: the keys that its window sees, the tokens that its sequence has rows for, and the extents they lie in."""
+    """Of one request: the keys that its window sees, the tokens that its sequence has rows for, and their extents."""
 
     keys: int
     owned: int
@@ -54,32 +52,32 @@ class Seen(NamedTuple):
 
 
 class CachePolicy(Part):
-    """How a step comes to the keys and values that it attends to."""
+    """The source of the keys and values that a step attends to."""
 
     __slots__ = ()
 
     @property
     def kept(self) -> State | None:
-        """The state that keys and values are written to and read from, a row a token; None: they do not outlive the step."""
+        """The state of keys and values, a row per token; None: they do not outlive the step."""
         return None
 
     @property
     def covering(self) -> CachePolicy:
-        """A policy whose steps serve requests of this one as well: where both wait, they share such a step."""
+        """A policy whose steps also serve requests of this one: if both wait, they share such a step."""
         return self
 
     @property
     def states(self) -> Sequence[State]:
-        """The state that keys and values are kept in; with states of its own, a policy names them beside it."""
+        """The state of keys and values; a policy with more states overrides this."""
         return () if self.kept is None else (self.kept,)
 
     def seen(self, request: Any) -> Seen | None:
-        """Return what a request sees of the state that keys are kept in; None: none are."""
+        """Return what a request sees of the state of keys; None if there is none."""
         return None
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """Return, where frequencies depend on a sequence's length, those of each, and each token's sequence number; of layers
-        with a window, which keys each token sees."""
+        """Return inputs for frequencies that depend on a sequence's length (frequencies by sequence, sequence by
+        token), and for windows (the keys that each token sees)."""
         rotary = arch.rotary
         sees = [
             Input(
@@ -100,23 +98,23 @@ class CachePolicy(Part):
         )  # fmt: skip
 
     def ranges(self, arch: Architecture) -> Sequence[int]:
-        """Return the windows (0: none) of layers in which each row sees a range of keys of its own."""
+        """Return the windows (0: none) of layers in which each row sees its own range of keys."""
         return arch.windows
 
     def length(self, window: Window) -> int:
-        """Return the length of a window's sequence that its frequencies go by."""
+        """Return the length of a window's sequence, on which its frequencies depend."""
         return window.end
 
     def rows(self, owned: Sequence[int]) -> Mapping[State, int]:
-        """Return the rows of states that sequences have, by the tokens that each has keys for."""
+        """Return the rows of states, from the tokens that each sequence has keys for."""
         return {} if self.kept is None else {self.kept: sum(owned)}
 
     def ways(self) -> Sequence[Way]:
-        """Return the ways in which attention may run, the fastest first: the options of the choice `attention`."""
+        """Return the options of the choice `attention`, the fastest first."""
         raise NotImplementedError
 
     def sizes(self, windows: Sequence[int], owned: Sequence[int]) -> Mapping[str, int]:
-        """Return the values of the policy's own dims, by the tokens of each window, and those that each sequence has keys for."""
+        """Return the values of the policy's own dims, from each window's tokens and each sequence's owned tokens."""
         return {}
 
     def dims(self, step: StepGraph) -> None:
@@ -142,11 +140,10 @@ class Whole(CachePolicy):
 
 @dataclass(frozen=True, slots=True)
 class Kept(CachePolicy):
-    """Windows write their keys and values into the state `kv` and attend to the keys that it has of their sequence."""
+    """Windows write their keys and values into the state `kv` and attend to the keys of their sequence there."""
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """Return, beside frequencies, the extents that each sequence has, where those of a sequence begin, and the keys that it
-        sees."""
+        """Return the inputs of frequencies, extents, their bounds by sequence, and keys seen by sequence."""
         return (
             *CachePolicy.inputs(self, arch),
             Input(
@@ -160,7 +157,7 @@ class Kept(CachePolicy):
         )  # fmt: skip
 
     def check(self, request: Any, arch: Architecture) -> None:
-        """Check that a request has a sequence, and sees its own window at least."""
+        """Check that a request has a sequence, and sees at least its own window."""
         if not hasattr(request.sequence, "extents"):
             raise UsageError("a cached request needs a sequence that this model has opened.")
         end = request.start + request.token_ids.numel()
@@ -176,7 +173,7 @@ class Kept(CachePolicy):
         arch.rotary.check_kept(request.key_len, request.final_length)
 
     def length(self, window: Window) -> int:
-        """Return the request's final length: keys are kept rotated, so it counts from the first step on."""
+        """Return the request's final length: kept keys are rotated by it from the first step on."""
         return int(window.request.final_length)
 
     @property
@@ -190,23 +187,22 @@ class Kept(CachePolicy):
         return Seen(request.key_len, sequence.length, len(sequence.extents))
 
     def ways(self) -> Sequence[Way]:
-        """Return all queries at once, and chunks of queries: keys and values of all heads are there anyway."""
+        """Return all queries at once, and chunks of queries: keys and values of all heads are kept anyway."""
         return KeptTogether(), KeptQueries()
 
     def sizes(self, windows: Sequence[int], owned: Sequence[int]) -> Mapping[str, int]:
-        """Return the rows of partial results that there is room for where a step's keys are cut into segments."""
+        """Return the rows of partial results that may exist if a step's keys are split into segments."""
         return {"parts": kv_parts(windows, owned)}
 
     def dims(self, step: StepGraph) -> None:
-        """Declare the keys that a query sees, those of the state, which lie in extents, and the parts of results that attention
-        to them may leave."""
+        """Declare the keys that a query sees, the state's keys, their extents, and attention's partial results."""
         step.g.dim("keys")
         step.g.dim("extents")
         step.g.dim("parts")
         step.g.dim("span", at_most="keys")
 
     def declare(self, step: StepGraph) -> None:
-        """Declare the state, and the rows of it that are written and read."""
+        """Declare the state, and its rows that are written and read."""
         step.kv = step.state(KV)
         for entry in self.inputs(step.arch):
             step.inputs[entry.name]
@@ -215,8 +211,8 @@ class Kept(CachePolicy):
 def keys_within(width: int, block: int, own: bool, windows: Sequence[Window]) -> NDArray[np.int32]:
     """Return the keys [begin, end) that the tokens of windows see, int32 [T, 2].
 
-    They are at a distance below `width`, if that is not 0, and before the ends that requests give, else in no block after a
-    token's own. The first key is that of position 0, or with `own` that of the window's first token.
+    They are at a distance below `width`, unless that is 0, and before the ends that requests give, or else in no block
+    after the token's own. The first key is that of position 0, or with `own` that of the window's first token.
     """
     position = np.concatenate(
         [np.arange(window.length) if own else places_of(window) for window in windows], dtype=np.int32
@@ -232,21 +228,20 @@ def keys_within(width: int, block: int, own: bool, windows: Sequence[Window]) ->
 
 
 def places_of(window: Window) -> NDArray[np.int64]:
-    """Return the positions of a window's tokens, which need not stand side by side."""
+    """Return the positions of a window's tokens, which need not be adjacent."""
     given = window.request.values.get("positions")
     return np.arange(window.start, window.end) if given is None else given.numpy()
 
 
 @dataclass(frozen=True, slots=True)
 class Mixed(Kept):
-    """The same where each row sees the keys before an end of its own, so that one step mixes causal rows, rows by blocks, and
-    rows that see both ways.
+    """The same with an end of visible keys per row: one step can mix causal, block-causal and bidirectional rows.
 
-    `StepRequest.values["ends"]`, int32 [T], says how many first keys of its sequence each token sees: one at least.
+    `StepRequest.values["ends"]`, int32 [T], is the number of first keys of its sequence that a token sees: at least 1.
     """
 
     def ranges(self, arch: Architecture) -> Sequence[int]:
-        """Return the windows, and none for layers without."""
+        """Return the windows of all layers, and 0 for layers without."""
         return tuple(sorted({layer.attention.window for layer in arch.stack}))
 
     def check(self, request: Any, arch: Architecture) -> None:

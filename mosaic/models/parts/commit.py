@@ -15,39 +15,37 @@ if TYPE_CHECKING:
     from mosaic.models.step_graph import Ending
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["Commit", "CommitRule", "Rule", "Score"]
-
 Score: TypeAlias = Literal["confidence", "margin", "entropy", "random", "sequential"]
 Rule: TypeAlias = Literal["top", "threshold", "dynamic", "above", "factor", "edit"]
 
 
 class CommitRule(Part):
-    """Decides which rows are committed: it declares the outputs score float32, chosen int64 and committed uint8, [M] each."""
+    """Decides which rows are committed: outputs score float32, chosen int64 and committed uint8, [M] each."""
 
     __slots__ = ()
 
     @property
     def results(self) -> Mapping[str, ResultPer]:
-        """The head's token of each row, and what the rule makes of it."""
+        """The head's token of each row, and the rule's outputs."""
         return {"token": "row", "score": "row", "committed": "row", "chosen": "row"}
 
     def register(self, end: Ending, token: Buffer, figures: Mapping[str, Buffer]) -> None:
-        """Register the rule for the tokens of the head and its figures."""
+        """Register the rule for the head's tokens and scores."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit(CommitRule):
-    """Score every row, and commit the rows that a rule takes by their scores.
+    """Score every row, and commit rows by a rule.
 
     Parameters
     ----------
     score
         How a row's token is scored.
     rule
-        Which rows are taken: see the operator `transfer`.
+        Which rows are committed: see the operator `transfer`.
     perturb
-        Add Gumbel noise to the scores, so that the highest are a draw without replacement.
+        Add Gumbel noise to the scores: the highest ones are then a sample without replacement.
     """
 
     score: Score
@@ -61,7 +59,7 @@ class Commit(CommitRule):
 
     @property
     def noisy(self) -> bool:
-        """Random scores, or noise on them."""
+        """Whether it takes random keys: for random scores, or noise on scores."""
         return self.score == "random" or self.perturb
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
@@ -78,7 +76,7 @@ class Commit(CommitRule):
         )  # fmt: skip
 
     def register(self, end: Ending, token: Buffer, figures: Mapping[str, Buffer]) -> None:
-        """Score the rows, and commit the ones that the rule takes."""
+        """Score the rows, and commit those that the rule chooses."""
         g, inputs, shape = end.g, end.inputs, (end.masked,)
         score = end.score(self.score, figures, g.output("score", shape, "float32"))
         if self.perturb:

@@ -1,8 +1,8 @@
-"""Cuts: a step of two graphs, of which the second computes fewer rows. Legend: T tokens, N H queries, B sequences.
+"""Cuts: a step of two graphs, the second over fewer rows. Legend: T tokens, N H queries, B sequences.
 
-The first graph, the prefix, ends inside a layer: queries of its tokens are computed, keys and values stored. There the part
-chooses which rows are kept. The second, the suffix, has plans for several numbers of rows; it begins with that layer's
-attention. Rows that are not kept have no keys in later layers, and nothing is decided there.
+The first graph, the prefix, ends inside a layer, after queries are computed and keys and values stored. There the part
+chooses the rows to keep. The second, the suffix, has plans for several row counts and begins with that layer's
+attention. Rows that are not kept have no keys in later layers, and nothing is decided in them.
 """
 
 from __future__ import annotations
@@ -18,28 +18,26 @@ if TYPE_CHECKING:
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["COUNT", "DECIDED_DIM", "KEPT", "KEPT_DIM", "PLACE", "Cut", "KeptRows"]
-
 COUNT: Final = "count"
-"""The output of both graphs that says how many rows are kept; the second's arrives with its results."""
+"""The output of both graphs with the number of kept rows; the second's arrives with its results."""
 PLACE: Final = "place"
-"""The second graph's output that says which of its results a row to decide has; -1: the row is not kept."""
+"""The second graph's output with the index of each row to decide in its results; -1: the row is not kept."""
 KEPT: Final = "kept"
-"""What comes of it in `StepResult.values`: bool [M], whether a row to decide is kept."""
+"""Its key in `StepResult.values`: bool [M], whether a row to decide is kept."""
 
 
 KEPT_DIM: Final = "kept"
-"""The dim of the second graph: rows that it computes."""
+"""The dim of the second graph's rows."""
 DECIDED_DIM: Final = "decided"
-"""Of these, the rows that it decides."""
+"""The dim of the rows among them that it decides."""
 
 
 class KeptRows(NamedTuple):
-    """Where a cut says which rows are kept.
+    """Buffers in which a cut stores the kept rows.
 
-    `rows` int64 [T] are numbers of the step's tokens: first the kept ones, sequence by sequence, each once, in any order
-    within a sequence; what follows is padding, and a token's number too. Sequence b has those from `bounds`[b], int32 [B + 1],
-    to `bounds`[b + 1]; `bounds`[0] is 0. `total` int64 [1] is how many there are.
+    `rows` int64 [T] are row numbers of the step: first the kept ones, sequence by sequence, each once, in any order
+    within a sequence; then padding, any valid row number. Sequence b has those from `bounds`[b], int32 [B + 1], to
+    `bounds`[b + 1]; `bounds`[0] is 0. `total` int64 [1] is the number of kept rows.
     """
 
     rows: Buffer
@@ -49,19 +47,19 @@ class KeptRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut(Part):
-    """Where a step is cut, and what is kept of it; a policy subclasses this.
+    """Where a step is cut, and which rows are kept; a policy subclasses this.
 
     Parameters
     ----------
     layer
-        The layer that is cut: all that comes before its attention is in the first graph. Not the last one.
+        The cut layer: ops before its attention are in the first graph. Not the last layer.
     guesses
-        Whether the second graph is launched at the size that steps before have needed, and the count is read with its results:
-        where there are more rows, it runs again. Otherwise the host waits for the count between the graphs. The second graph
-        changes nothing that outlives it where it has no room: all of `cu_seqlens` and `cu_rows` is 0 then, and ops that write to
-        a state go by these. Those of the first graph run once.
+        Whether the second graph is launched at a guessed size and the count is read with its results: if more rows are
+        kept, it runs again. Otherwise the host waits for the count between the graphs. A second graph that is too small
+        changes no state: all of its `cu_seqlens` and `cu_rows` is 0 then, and ops that write to a state go by these.
+        Ops of the first graph run once.
     sizes
-        Numbers of rows that the second graph is planned for, ascending; empty: as `buckets` says.
+        Row counts that the second graph is planned for, ascending; empty: `buckets`.
     """
 
     layer: int = 1
@@ -70,32 +68,31 @@ class Cut(Part):
 
     @property
     def expects(self) -> int:
-        """How many requests are expected to share a step: it is not cut if that saves them no time. 0: it always is."""
+        """Requests expected to share a step: the step is cut only if that saves time for this number. 0: always."""
         return 0
 
     def buckets(self, tokens: int) -> Sequence[int]:
-        """Return the numbers of rows that the second graph is planned for in a step of `tokens` tokens, ascending.
+        """Return the row counts that the second graph is planned for in a step of `tokens` tokens, ascending.
 
-        A count beyond the last is an error; the last is all tokens, unless overridden.
+        A count beyond the last is an error; by default the last is all tokens.
         """
         return self.sizes or sorted({max(tokens // share, 1) for share in (8, 4, 2, 1)})
 
     def declare(self, step: StepGraph) -> None:
-        """Ask, before the first layer, for inputs that `observe` reads: in a layer they would be the layer's."""
+        """Use, before the first layer, the inputs of `observe`: an input belongs to the scope of its first use."""
 
     def observe(self, step: StepGraph, layer: int, q: Buffer) -> None:
-        """Register what the part computes of a layer's queries [T, N H]; its keys and values are stored. Called for each layer
-        up to the one that is cut."""
+        """Register ops on a layer's queries [T, N H]; its keys and values are stored. Called up to the cut layer."""
 
     def select(self, step: StepGraph, into: KeptRows) -> None:
-        """Register the ops that choose, and that write `into`."""
+        """Register the ops that choose rows and write `into`."""
         raise NotImplementedError
 
     def supplied(self, step: StepGraph) -> Mapping[str, Supply]:
-        """Return what registers inputs of other parts that the step computes itself, such as `seen`, in either graph."""
+        """Return functions that register other parts' inputs that the step computes itself, such as `seen`."""
         return {}
 
     @property
     def results(self) -> Mapping[str, ResultPer]:
-        """How many rows are kept, and what becomes of each row to decide."""
+        """The number of kept rows, and the place of each row to decide."""
         return {COUNT: "step", PLACE: "row"}

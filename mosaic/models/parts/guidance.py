@@ -13,8 +13,6 @@ from mosaic.models.parts.part import Part
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = ["GUIDED", "Guidance"]
-
 
 @dataclass(frozen=True, slots=True)
 class Guidance(Part):

@@ -1,7 +1,7 @@
-"""Heads: what is computed of the rows that are unembedded.
+"""Heads: the results for unembedded rows.
 
-Requests whose heads differ share a step: its head is one that covers theirs, and each row has the token and the scores of its
-request's own. Legend: M rows, C rows of a chunk, V vocabulary, D hidden.
+Requests whose heads differ share a step: its head covers theirs, and each row has the token and the scores of its request's own
+head. Legend: M rows, C rows of a chunk, V vocabulary, D hidden.
 """
 
 from __future__ import annotations
@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.step_graph import Ending
     from mosaic.registrar.graph import Buffer
-
-__all__ = [
-    "EACH", "NOISE", "NO_HEAD", "NUCLEUS", "SAMPLE", "STATISTICS", "Each", "Head", "NoHead", "Nucleus", "Sample", "Statistics",
-]  # fmt: skip
 
 FIGURES: Final = ("maximum", "second", "logsumexp", "entropy")
 SAMPLED: Final = (*FIGURES, "sample_logit")
@@ -45,20 +41,20 @@ LIMITS: Final = (Input(name="top_p", dtype="float32", per="row"), Input(name="to
 
 
 class Head(Part):
-    """What is computed of the rows that are unembedded.
+    """The results for unembedded rows.
 
     Attributes
     ----------
     name
-        As options name it.
+        Its name in options.
     decides
-        Whether there are rows at all.
+        Whether it has rows.
     samples
-        Whether tokens are drawn: such a head comes with a commit rule.
+        Whether tokens are sampled: such a head needs a commit rule.
     cuts
-        Whether figures are those of what top-p and top-k keep, at the temperature.
+        Whether its statistics are those of the tokens that top-p and top-k keep, at the temperature.
     ways
-        Options of the choice `head`: whole rows of logits by chunks, or an unembedding fused with what reads them.
+        Options of the choice `head`: logits of whole rows by chunks, or an unembedding fused with their reduction.
     """
 
     __slots__ = ()
@@ -74,17 +70,17 @@ class Head(Part):
         return _COVERING.get(self, self)
 
     def outputs(self, end: Ending) -> tuple[Buffer, Mapping[str, Buffer]]:
-        """Declare the token of each row int64 [M] and the float32 [M] figures beside it."""
+        """Declare the token of each row int64 [M], and the head's float32 [M] statistics."""
         raise NotImplementedError
 
     def unembed(
         self, end: Ending, h: Buffer, weight: Buffer, way: str, token: Buffer, figures: Mapping[str, Buffer]
     ) -> None:
-        """Compute token and figures of the rows of h [C, D]."""
+        """Compute token and statistics of the rows of h [C, D]."""
         raise NotImplementedError
 
     def score(self, end: Ending, kind: str, figures: Mapping[str, Buffer], out: Buffer) -> Buffer:
-        """Write the float32 [M] number of each row by which a commit rule goes."""
+        """Write each row's float32 [M] number for the commit rule."""
         raise NotImplementedError
 
 
@@ -98,12 +94,12 @@ class NoHead(Head):
 
 @dataclass(frozen=True, slots=True)
 class Statistics(Head):
-    """The most likely token, and the statistics of its row: results where nothing is committed."""
+    """The most likely token, and the statistics of its row; they are results if nothing is committed."""
 
     name: ClassVar[str] = "statistics"
 
     def outputs(self, end: Ending) -> tuple[Buffer, Mapping[str, Buffer]]:
-        """Declare the statistics: results, or what a commit rule reads."""
+        """Declare the statistics: results, or inputs of a commit rule."""
         if not end.commits:
             figures = {name: end.g.output(name, (end.masked,), "float32") for name in FIGURES}
             return end.token(), figures
@@ -112,7 +108,7 @@ class Statistics(Head):
     def unembed(
         self, end: Ending, h: Buffer, weight: Buffer, way: str, token: Buffer, figures: Mapping[str, Buffer]
     ) -> None:
-        """Compute them from whole rows of logits, or in one go."""
+        """Compute them from logits of whole rows, or fused."""
         _unembed(end, "stats", h, weight, way, (), (token, *figures.values()))
 
     def score(self, end: Ending, kind: str, figures: Mapping[str, Buffer], out: Buffer) -> Buffer:
@@ -144,7 +140,7 @@ class Sample(Head):
     def unembed(
         self, end: Ending, h: Buffer, weight: Buffer, way: str, token: Buffer, figures: Mapping[str, Buffer]
     ) -> None:
-        """Compute them from whole rows of logits, or in one go."""
+        """Compute them from logits of whole rows, or fused."""
         *statistics, logit = figures.values()
         more = end.inputs["keys"], end.inputs["temperature"]
         _unembed(end, "sample", h, weight, way, more, (end.g["most_likely"], *statistics, token, logit))
@@ -156,7 +152,7 @@ class Sample(Head):
 
 @dataclass(frozen=True, slots=True)
 class Nucleus(Head):
-    """A sample at a temperature of what top-p and top-k keep, and statistics of what they keep."""
+    """A sample at a temperature of the tokens in top-p and top-k, and statistics of these tokens."""
 
     name: ClassVar[str] = "nucleus"
     samples: ClassVar[bool] = True
@@ -179,13 +175,13 @@ class Nucleus(Head):
     def unembed(
         self, end: Ending, h: Buffer, weight: Buffer, way: str, token: Buffer, figures: Mapping[str, Buffer]
     ) -> None:
-        """Compute them from whole rows of logits."""
+        """Compute them from logits of whole rows."""
         logits = end.g.add_op("linear", h, weight, name="logits")
         settings = (end.inputs[name] for name in ("keys", "temperature", "top_p", "top_k"))
         end.g.add_op("row_nucleus", logits, *settings, out=(token, *figures.values()), name="nucleus")
 
     def score(self, end: Ending, kind: str, figures: Mapping[str, Buffer], out: Buffer) -> Buffer:
-        """Score by the figure of this kind; others do not depend on logits."""
+        """Score by the statistic of this kind; other kinds do not depend on logits."""
         if kind in CUT_SCORES:
             end.g.add_op("copy", figures[CUT_SCORES[kind]], out=out, name="score_of")
             return out

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from mosaic.models.step_graph import Ending
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["LOGITS", "ReturnedLogits"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReturnedLogits(Part):
@@ -23,7 +21,7 @@ class ReturnedLogits(Part):
 
     @property
     def reads_hidden(self) -> bool:
-        """Any token's row may be asked for."""
+        """The rows may be any tokens."""
         return True
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:

@@ -1,4 +1,4 @@
-"""What all parts of a phase have in common."""
+"""The base class of all parts of a phase."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ if TYPE_CHECKING:
     from mosaic.models.state import State
     from mosaic.models.step_graph import StepGraph
 
-__all__ = ["Part", "ResultPer"]
-
 ResultPer: TypeAlias = Literal["token", "row", "sequence", "step"]
-"""What one value of an output belongs to. Values of one request are next to each other, in its own order; what belongs to the
-step goes to all of its requests."""
+"""What one value of an output belongs to. Values of one request are adjacent, in its own order; a value per step goes
+to all requests of the step."""
 
 
 class Part:
     """One part of a phase: a frozen dataclass that declares its inputs and registers its ops.
 
-    Two phases whose parts are equal share a graph, so a part's fields are all that its registration may depend on.
+    Phases with equal parts share a graph, so registration may depend on a part's fields alone.
     """
 
     __slots__ = ()
@@ -38,20 +36,20 @@ class Part:
 
     @property
     def reads_hidden(self) -> bool:
-        """Whether the part reads the hidden states of all tokens after the last layer: `step.hidden` in `finish`, or
-        `end.hidden`. Where no part of a phase does, the last layer computes less, and these are refused."""
+        """Whether the part reads the hidden states of all tokens after the last layer, as `step.hidden` in `finish` or
+        as `end.hidden`. If no part of a phase does, the last layer computes less, and reading them raises."""
         return False
 
     def finish(self, step: StepGraph) -> None:
-        """Register what the part does after the last layer, before rows are unembedded."""
+        """Register ops after the last layer, before rows are unembedded."""
 
     @property
     def results(self) -> Mapping[str, ResultPer]:
-        """The graph's outputs that go back to requests, by name, and what one value belongs to."""
+        """The outputs that go back to requests, by name, and what one value belongs to."""
         return {}
 
     def check(self, request: Any, arch: Architecture) -> None:
-        """Raise a `UsageError` where a request lacks what the part needs."""
+        """Raise a `UsageError` if a request lacks a value that the part needs."""
 
     @property
     def noisy(self) -> bool:

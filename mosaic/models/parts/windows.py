@@ -1,7 +1,7 @@
-"""The tokens of a step: their ids and positions, and where each sequence begins. Every phase has this part.
+"""The tokens of a step: their ids and positions, and the bounds of sequences. Every phase has this part.
 
-Tokens come from the host, or from a canvas on the device that steps read and write: then a step needs nothing of the one
-before it, and is launched before the host knows what that one decided. Legend: T tokens, M rows to decide.
+Tokens come from the host, or from a canvas on the device that steps read and write. With a canvas a step needs no
+outcome of the previous one, so it is launched before the host reads that. Legend: T tokens, M rows to decide.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["APART", "CANVAS", "ENTERED", "OPEN", "STAYING", "WINDOWS", "Apart", "OnDevice", "Windows"]
 
 CANVAS: Final = State(name="canvas", dtype="int64")
-"""A token for each position of a request, `OPEN` where nothing is decided."""
+"""A token for each position of a request, `OPEN` in undecided ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Windows(Part):
     Attributes
     ----------
     computes
-        Inputs, of those that other parts declare, that the step computes itself.
+        Inputs of other parts that the step computes itself.
     padded
-        Whether a step is planned for a rounded number of tokens: its last ones, which belong to no sequence, come to nothing.
+        Whether a step is planned for a rounded number of tokens; the padding at the end belongs to no sequence.
     """
 
     computes: ClassVar[frozenset[str]] = frozenset()
@@ -50,7 +50,7 @@ class Windows(Part):
         return self
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """Return ids, positions, and where sequences begin."""
+        """Return ids, positions, and bounds of sequences."""
         return (
             Input(name="token_ids", dtype="int64", per="token", value=lambda window: window.token_ids),
             Input(name="positions", dtype="int32", per="token", value=lambda window: range(window.start, window.end)),
@@ -58,39 +58,39 @@ class Windows(Part):
         )
 
     def begin(self, step: StepGraph) -> None:
-        """Register what comes before the embedding."""
+        """Register ops before the embedding."""
 
     def supplied(self, step: StepGraph) -> Mapping[str, Supply]:
-        """Return what registers each of the inputs that the step computes itself."""
+        """Return the functions that register inputs that the step computes itself."""
         return {}
 
     def open_id(self, arch: Architecture) -> int:
-        """Return what the input `current` has in rows where nothing is decided."""
+        """Return the value of the input `current` in undecided rows."""
         return arch.mask_token_id
 
     def decided(self, end: Ending, chosen: Buffer, committed: Buffer) -> None:
-        """Register what becomes of decisions: tokens int64 [M], and which are taken, uint8 [M]."""
+        """Register ops on decisions: tokens int64 [M], and uint8 [M], whether each is taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Apart(Windows):
-    """Windows of tokens that need not stand side by side: those between them have keys already, and are not computed.
+    """Windows of tokens that need not be adjacent: tokens in the gaps have keys already, and are not computed.
 
-    `StepRequest.values["positions"]`, int32 [T], ascending, says where they stand; the first is `start`. Rows to decide are numbers
-    of these tokens. Windows have other lengths in every step, so plans are for rounded numbers of tokens.
+    `StepRequest.values["positions"]`, int32 [T], ascending, are their positions; the first is `start`. Rows to decide
+    are indices into these tokens. Window lengths change in every step, so plans are for rounded numbers of tokens.
     """
 
     padded: ClassVar[bool] = True
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """Return ids, positions, and where sequences begin."""
+        """Return ids, positions, and bounds of sequences."""
         given = Input(
             name="positions", dtype="int32", per="token", value=lambda window: window.request.values["positions"]
         )
         return tuple(given if entry.name == given.name else entry for entry in WINDOWS.inputs(arch))
 
     def check(self, request: Any, arch: Architecture) -> None:
-        """Check that every token of a request has a position, that they ascend, and that their keys are seen."""
+        """Check that every token of a request has a position, that positions ascend, and that their keys are seen."""
         found = request.values.get("positions")
         places = [] if found is None else found.tolist()
         if len(places) != request.token_ids.numel():
@@ -108,13 +108,13 @@ class Apart(Windows):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnDevice(Windows):
-    """Windows of canvases that live on the device.
+    """Windows of canvases on the device.
 
     Parameters
     ----------
     enters
-        Tokens of the host are written into the canvas first: `StepRequest.values["entered"]`, int64 [T], where they are not
-        negative by more than `OPEN`.
+        Host tokens are written into the canvas first: `StepRequest.values["entered"]`, int64 [T]; `OPEN` leaves the
+        token as it is.
     """
 
     computes: ClassVar[frozenset[str]] = frozenset({"token_ids", "current"})
@@ -122,11 +122,11 @@ class OnDevice(Windows):
 
     @property
     def covering(self) -> OnDevice:
-        """Those that tokens enter: of a request that has none, every token stays."""
+        """The entered tokens; `OPEN` for every token of a request without any."""
         return ENTERED
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """Return, beside positions and bounds, the rows of the canvas that tokens and decisions lie in."""
+        """Return positions, bounds, and the canvas rows of tokens and decisions."""
         entered = (
             Input(name="entered", dtype="int64", per="token", value=lambda window: window.request.values["entered"]),
             Input(name="entered_rows", dtype="int64", per="token", value=_entered_rows),
@@ -139,7 +139,7 @@ class OnDevice(Windows):
         )  # fmt: skip
 
     def check(self, request: Any, arch: Architecture) -> None:
-        """Check that a request has a canvas, and what enters it."""
+        """Check that a request has a canvas, and its entered tokens."""
         if CANVAS not in request.states:
             raise UsageError(
                 f"a request with tokens on the device needs rows of the state '{CANVAS.name}': give them in `states`."
@@ -156,13 +156,13 @@ class OnDevice(Windows):
         return (CANVAS,)
 
     def begin(self, step: StepGraph) -> None:
-        """Write what enters."""
+        """Write the entered tokens."""
         if self.enters:
             inputs = step.inputs
             step.g.add_op("write_canvas", inputs["entered"], inputs["entered_rows"], step.state(CANVAS), name="enter")
 
     def supplied(self, step: StepGraph) -> Mapping[str, Supply]:
-        """Return the ids of all tokens, and what stands in the rows to decide."""
+        """Return the ids of all tokens, and the current values of the rows to decide."""
 
         def read(rows: str, name: str, open_id: int) -> Buffer:
             tokens: Buffer = step.g.add_op(
@@ -176,7 +176,7 @@ class OnDevice(Windows):
         }
 
     def open_id(self, arch: Architecture) -> int:
-        """Return `OPEN`: a model may decide for the mask token, and that position is done."""
+        """Return `OPEN`: a model may decide for the mask token, and that position is then decided."""
         return OPEN
 
     def decided(self, end: Ending, chosen: Buffer, committed: Buffer) -> None:
@@ -191,13 +191,13 @@ def _token_rows(window: Window) -> tuple[range, ...]:
 
 
 def _entered_rows(window: Window) -> Any:
-    """The rows of tokens that enter; none for others."""
+    """The canvas rows of entered tokens, if the phase has any."""
     rows = window.request.states[CANVAS].slots(window.start, window.end)
     return rows.where(window.request.values["entered"] >= OPEN, -1)
 
 
 def _decided_rows(request: Any) -> Any:
-    count = max(request.rows.tolist(), default=-1) + 1  # one beyond the window, at most, in shifted models
+    count = max(request.rows.tolist(), default=-1) + 1  # in shifted models up to one beyond the window
     return request.states[CANVAS].slots(request.start, request.start + count)[request.rows]
 
 

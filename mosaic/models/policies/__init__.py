@@ -1,2 +1,2 @@
-"""Policies: what a request may ask of its steps beside what its algorithm decides. A policy is one file, or two where it has
+"""Policies: options of a request that change its steps, beside its algorithm. A policy is one file, or two if it has
 many options; `registry.py` lists them, and nothing else names one."""

@@ -1,4 +1,4 @@
-"""Block caches: decided tokens of a block that its later steps compute no more (FOCUS, section 4.3)."""
+"""Block caches: decided tokens of a block that later steps do not recompute (FOCUS, section 4.3)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.phase import Phase
 
-__all__ = ["BLOCK_CACHES", "BLOCK_COMMITS", "Freezing"]
-
 BLOCK_CACHES: Final = ("dc", "dc+")
-"""When a decided token is computed no more: after one step more, or once its right neighbour has been decided as long, too."""
+"""When a decided token is frozen: after one more step, or once its right neighbour has been decided that long, too."""
 BLOCK_COMMITS: Final = ("exact", "cached")
-"""Which keys later blocks see of a finished block: those of its final tokens, or where tokens were frozen those of then."""
+"""The keys of a finished block for later blocks: those of its final tokens, or those that tokens had when frozen."""
 
 
 class Freezing(Policy):
@@ -42,13 +40,13 @@ class Freezing(Policy):
         self._begun = -1
 
     def phase(self, phase: Phase, step: BlockStep) -> Phase:
-        """Compute tokens that stand apart; a step that writes final keys does where those of frozen tokens stay."""
+        """Compute only unfrozen tokens; a step that writes final keys does so only if frozen tokens keep theirs."""
         if step.writes and (not self._cached or step.window[1] <= step.prefix):
             return phase
         return with_parts(phase, tokens=APART)
 
     def tell(self, step: BlockStep, request: Any) -> None:
-        """Say which tokens are computed: tokens that are not frozen, and the whole block before it, unless its keys stay."""
+        """List the computed tokens: those that are not frozen, and the whole previous block, unless its keys stay."""
         if step.phase.tokens != APART:
             return
         if step.start != self._begun:
@@ -59,7 +57,7 @@ class Freezing(Policy):
         step.places = (~self._frozen[first:end]).nonzero()[0] + first
 
     def take(self, step: BlockStep, request: Any, result: Any) -> None:
-        """Freeze tokens that were computed as decided ones, and whose right neighbour was decided where that counts."""
+        """Freeze tokens that were computed as decided ones; with "dc+" their right neighbour was, too."""
         if not step.counts:
             return
         first, end = step.window

@@ -1,12 +1,13 @@
-"""FlashBlock: attention to a prefix whose output is kept for several steps of a block. Legend: B sequences, T tokens.
+"""FlashBlock: attention output over a prefix, reused for several steps of a block. Legend: B sequences, T tokens.
 
-Each step of a block reads all keys before it, though few of its queries have changed since the step before. FlashBlock (arXiv
-2602.05305) keeps the attention's output over the prefix, with its log-sum-exp, within a block, and joins it with attention to the
-block's own keys, which are new in every step. LoSA (arXiv 2604.12056) does so where states are stable.
+Each step of a block reads all keys before it, though few of its queries have changed since the last step. FlashBlock
+(arXiv 2602.05305) keeps the attention's output over the prefix, with its log-sum-exp, within a block, and merges it
+with attention to the block's own keys, which is computed in every step. LoSA (arXiv 2604.12056) reuses outputs of rows
+whose states are stable.
 
-A request says in `StepRequest.values` how many keys lie before its block ("prefix"), and whether it attends to them in this step
-("refreshes"). Requests that refresh and that reuse share a step. A request's rows of a block have their places in one row of the
-states.
+`StepRequest.values` has the number of keys before the request's block ("prefix"), and whether this step attends to them
+("refreshes"). Requests that refresh and requests that reuse may share a step. The block's rows have places in the
+request's one row of the states.
 """
 
 from __future__ import annotations
@@ -33,20 +34,8 @@ if TYPE_CHECKING:
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
 
-__all__ = [
-    "CHANGE",
-    "REUSES",
-    "JoinedLayers",
-    "PrefixReuse",
-    "Reused",
-    "Reusing",
-    "check_reuse",
-    "reuse_inputs",
-    "reuse_states",
-]
-
 CHANGE: Final = "change"
-"""The output that says by how much a request's queries have changed."""
+"""The output with the relative change of a request's queries."""
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -54,24 +43,24 @@ CHANGE: Final = "change"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixReuse(Options):
-    """When a block attends to its prefix again. The defaults: in its first step only.
+    """When a block attends to its prefix again. By default only in its first step.
 
-    A step *refreshes* where it attends to the whole prefix, and keeps its output and log-sum-exp, of every layer, head and row;
-    other steps *reuse* these. A block's first step refreshes: the block before has become a part of its prefix.
+    A step *refreshes* if it attends to the whole prefix and keeps output and log-sum-exp of every layer, head and row.
+    Other steps *reuse* them. A block's first step always refreshes: its prefix has grown by the previous block.
 
     Parameters
     ----------
     steps
-        Steps that an output serves, the one that keeps it among them; None: all steps of a block.
+        Steps per refresh, the refresh included; None: all steps of a block.
     change
-        Also refresh once queries have changed by this or more: the Frobenius norm of the difference to those of the last
-        refresh, over that of these, of all rows that a step forwards, in the last layer that reuses. A step's change is known
-        when it has run, so it is the next one that refreshes. None: changes are not measured.
+        Also refresh after the queries have changed by at least this: the Frobenius norm of the difference to the
+        queries of the last refresh, divided by the norm of those, over all rows of a step, in the last layer that
+        reuses. A step's change is known after it has run, so the next step refreshes. None: changes are not measured.
 
     Raises
     ------
     UsageError
-        A value that cannot be, in one line.
+        If a value is invalid; the message is one line.
 
     Examples
     --------
@@ -103,40 +92,40 @@ class PrefixReuse(Options):
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Return the options by the names that they have beside those of other policies."""
+        """Return the options under the names that they have beside other policies' options."""
         return tuple(_NAMED)
 
     def with_options(self, options: Mapping[str, Any]) -> PrefixReuse:
-        """Return the same with `reuse_steps` and `reuse_change`."""
+        """Return a copy with `reuse_steps` and `reuse_change` set."""
         if others := [name for name in options if name not in _NAMED]:
             raise UsageError(f"attention: '{self}' selects no keys; leave {', '.join(others)} out.")
         return replace(self, **{_NAMED[name]: value for name, value in options.items()})
 
     def kinds(self, steps: int) -> list[str]:
-        """Return which of a block's steps are like its first."""
+        """Return a word per step of a block: "first" for a refresh, else "later"."""
         return ["first" if self.refreshes_in(step) else "later" for step in range(steps)]
 
     def refreshes_in(self, step: int) -> bool:
-        """Return whether a step of a block, counted from 0, refreshes, whatever has changed."""
+        """Return whether a step of a block, counted from 0, refreshes regardless of changes."""
         return step == 0 or (self.steps is not None and step % self.steps == 0)
 
     def check(self, arch: Architecture, *, dual: bool = False) -> None:
-        """Check that a model can be attended to so.
+        """Check that a model supports reuse.
 
         Raises
         ------
         UsageError
-            If it attends in both directions.
+            If the model is bidirectional.
         """
         if not arch.block:
             raise UsageError(
                 "attention: this model attends in both directions, so its keys change in every step and no output over them "
-                "outlives one; reuse is for block diffusion (SDAR, LLaDA2.0, Fast-dLLM v2)."
+                "can be reused; reuse is for block diffusion (SDAR, LLaDA2.0, Fast-dLLM v2)."
             )
 
 
 REUSES: Final[Mapping[str, PrefixReuse]] = {"flashblock": PrefixReuse()}
-"""By name: FlashBlock, whose outputs serve all steps of a block."""
+"""Presets: FlashBlock, whose outputs serve all steps of a block."""
 _NAMED: Final = {"reuse_steps": "steps", "reuse_change": "change"}
 
 
@@ -145,47 +134,47 @@ _NAMED: Final = {"reuse_steps": "steps", "reuse_change": "change"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOutputs(State):
-    """What a block's rows attended to of its prefix, a row a request: of every layer that keeps and every token, all heads."""
+    """Attention outputs over a block's prefix, one row per request: all layers that keep, all tokens, all heads."""
 
     least_rows: int = 1
     layers: int
 
     def columns(self, arch: Architecture) -> int:
-        """Return the numbers of all layers that keep."""
+        """Return the columns over all layers that keep."""
         return (self.layers or arch.layers) * arch.block * arch.attention.heads * arch.attention.head_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSums(PrefixOutputs):
-    """The log-sum-exps that belong to them: one a head."""
+    """The log-sum-exps of the outputs: one per head."""
 
     def columns(self, arch: Architecture) -> int:
-        """Return the numbers of all layers that keep."""
+        """Return the columns over all layers that keep."""
         return (self.layers or arch.layers) * arch.block * arch.attention.heads
 
 
 def kept_outputs(layers: int) -> PrefixOutputs:
-    """Return the state that outputs of the first `layers` layers are kept in; 0: of all."""
+    """Return the state for outputs of the first `layers` layers; 0: all."""
     return PrefixOutputs(name=f"prefix_outputs_{layers or 'all'}", layers=layers)
 
 
 def kept_sums(layers: int) -> PrefixSums:
-    """Return the state that their log-sum-exps are kept in."""
+    """Return the state for their log-sum-exps."""
     return PrefixSums(name=f"prefix_sums_{layers or 'all'}", dtype="float32", layers=layers)
 
 
 def kept_queries() -> PrefixOutputs:
-    """Return the state that the queries of one layer are kept in, to be compared with later ones."""
+    """Return the state for the queries of one layer, with which later ones are compared."""
     return PrefixOutputs(name="prefix_queries", layers=1)
 
 
 def reuse_states(reuse: PrefixReuse, layers: int) -> Sequence[State]:
-    """Return the states of a policy that reuses outputs of the first `layers` layers; 0: of all."""
+    """Return the states of a policy that reuses outputs of the first `layers` layers; 0: all."""
     return kept_outputs(layers), kept_sums(layers), *((kept_queries(),) if reuse.change is not None else ())
 
 
 def reuse_inputs(reuse: PrefixReuse, layers: int, *, refreshes: bool) -> Sequence[Input]:
-    """Return where outputs are kept and queries, how many keys a block's prefix has, and how many are attended to again."""
+    """Return the inputs: rows of outputs and queries, each block's prefix length, and its keys to attend to again."""
     found = [
         Input(
             name="kept_row", dtype="int64", per="sequence",
@@ -203,7 +192,7 @@ def reuse_inputs(reuse: PrefixReuse, layers: int, *, refreshes: bool) -> Sequenc
 
 
 def _row(window: Window, *states: State) -> int:
-    """The one row that a request has of each of the states, which are taken and given back together."""
+    """The row number that a request has in all of the states, which are taken and given back together."""
     rows = {window.request.states[state].runs(0, 1)[0][0] for state in states}
     assert len(rows) == 1, rows
     return int(rows.pop())
@@ -215,12 +204,12 @@ def _refreshed(window: Window) -> int:
 
 
 def check_reuse(request: Any, *, refreshes: bool) -> None:
-    """Check that a request says how far its prefix goes and whether it refreshes, and forwards rows that have places.
+    """Check that a request gives its prefix and whether it refreshes, and forwards rows that have places.
 
     Raises
     ------
     UsageError
-        In one line.
+        With a message of one line.
     """
     values = request.values
     if not {"prefix", "refreshes"} <= values.keys():
@@ -237,7 +226,7 @@ def check_reuse(request: Any, *, refreshes: bool) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reused(Kept):
-    """Windows write their keys and values, and attend to the keys before their block once for several steps.
+    """Windows write their keys and values; a block attends to the keys before it once for several steps.
 
     Parameters
     ----------
@@ -251,7 +240,7 @@ class Reused(Kept):
     refreshes: bool
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """Return, beside those of kept keys, what says where outputs are kept and which are made anew."""
+        """Return the inputs of kept keys, and those of outputs and refreshes."""
         return *Kept.inputs(self, arch), *reuse_inputs(self.reuse, 0, refreshes=self.refreshes)
 
     @property
@@ -261,21 +250,21 @@ class Reused(Kept):
 
     @property
     def states(self) -> Sequence[State]:
-        """Keys and values, and what is kept of the attention to them."""
+        """Keys and values, and the outputs over them."""
         return KV, *reuse_states(self.reuse, 0)
 
     @property
     def results(self) -> Mapping[str, ResultPer]:
-        """By how much each request's queries have changed, where that is measured."""
+        """The relative change of each request's queries, if it is measured."""
         return {} if self.reuse.change is None else {CHANGE: "sequence"}
 
     def check(self, request: Any, arch: Architecture) -> None:
-        """Check, beside what kept keys need, that a request reuses only what has a place."""
+        """Check the needs of kept keys, and that a request reuses only rows that have places."""
         Kept.check(self, request, arch)
         check_reuse(request, refreshes=self.refreshes)
 
     def ways(self) -> Sequence[Way]:
-        """Return the one way: windows are short."""
+        """Return the only option: windows are short."""
         return (ReusedTogether(self),)
 
 
@@ -283,14 +272,14 @@ class Reused(Kept):
 
 
 class JoinedLayers:
-    """The attention of layers whose outputs over a prefix are kept: registered layer by layer.
+    """The attention of layers that reuse outputs over a prefix, registered layer by layer.
 
     Parameters
     ----------
     reuse
         The options.
     layers
-        How many first layers reuse; 0: all.
+        The number of first layers that reuse; 0: all.
     refreshes
         Whether requests may refresh in the step.
     """
@@ -302,7 +291,7 @@ class JoinedLayers:
             self._change = step.g.output(CHANGE, (step.seqs,), "float32")
 
     def attend(self, step: StepGraph, layer: int, q: Buffer) -> Buffer:
-        """Register attention to all keys, over the queries' storage."""
+        """Register attention to all keys; results replace queries."""
         g, arch, inputs = step.g, step.arch, step.inputs
         where, new = inputs["prefix"], [inputs["refreshed"]] if self._refreshes else []
         if self._change is not None and layer + 1 == (self._layers or arch.layers):
@@ -327,7 +316,7 @@ class JoinedLayers:
 
 
 class ReusedTogether(KeptTogether):
-    """All queries at once. A step that refreshes attends to the prefixes of those sequences that do."""
+    """All queries at once. A step that refreshes attends to the prefixes of the sequences that refresh."""
 
     name: ClassVar[str] = "together"
     by_rows: ClassVar[bool] = False  # the last layer keeps the outputs of all rows
@@ -338,11 +327,11 @@ class ReusedTogether(KeptTogether):
         self._policy = policy
 
     def begin(self, step: StepGraph) -> None:
-        """Declare what comes back of the queries."""
+        """Declare the output with the change of queries."""
         self._joined = JoinedLayers(step, self._policy.reuse, 0, refreshes=self._policy.refreshes)
 
     def attended(self, step: StepGraph, layer: int, q: Buffer) -> Buffer:
-        """Register the attention of one layer over the queries' storage."""
+        """Register the attention of one layer; results replace queries."""
         return self._joined.attend(step, layer, q)
 
 
@@ -350,12 +339,12 @@ class ReusedTogether(KeptTogether):
 
 
 class Reusing(Policy):
-    """Refreshes in a block's first step, as its keys come after those of the block before, and wherever options ask for it."""
+    """Refreshes in a block's first step, because its prefix has grown, and wherever the options ask for it."""
 
     def __init__(self, options: PrefixReuse, config: Any, arch: Architecture, positions: int) -> None:
         self._reuse = options
         self._taken = 0
-        self._refreshed: dict[int, int] = {}  # by position: the steps before it was last refreshed
+        self._refreshed: dict[int, int] = {}  # by position: the step that refreshed it last
         self._changed = False
         if options.change is not None:
             self.waits = (
@@ -364,7 +353,7 @@ class Reusing(Policy):
             )
 
     def refreshes(self, step: BlockStep) -> bool:
-        """Return whether a step refreshes: by its number, or by what has been taken of the positions of its window."""
+        """Return whether a step refreshes: by its number, or if rows of its window lack an output that still serves."""
         if not self._refreshed:
             return self._reuse.refreshes_in(step.number)
         oldest = min(self._refreshed.get(position, -1) for position in self._of_block(step))
@@ -372,18 +361,18 @@ class Reusing(Policy):
         return oldest < 0 or served or self._changed
 
     def phase(self, phase: Phase, step: BlockStep) -> Phase:
-        """Attend with what is kept, but in steps that write final keys."""
+        """Reuse outputs, unless the step writes final keys."""
         if step.writes:
             return phase
         return with_parts(phase, cache=Reused(reuse=self._reuse, refreshes=self.refreshes(step)))
 
     def tell(self, step: BlockStep, request: Any) -> None:
-        """Say where the prefix ends, and whether the step refreshes."""
+        """State the length of the prefix, and whether the step refreshes."""
         if not step.writes:
             step.values |= {"prefix": step.start, "refreshes": self.refreshes(step)}
 
     def take(self, step: BlockStep, request: Any, result: Any) -> None:
-        """Note which rows were refreshed, and by how much queries have changed."""
+        """Record the refreshed rows, and the change of queries."""
         if step.values["refreshes"]:
             self._refreshed.update(dict.fromkeys(self._of_block(step), self._taken))
         if self._reuse.change is not None:

@@ -1,10 +1,9 @@
-"""FOCUS: a cut that keeps the tokens of a block whose importance has risen from layer 0 to layer 1, and the tokens that they need.
+"""FOCUS: a cut that keeps the block's tokens whose importance rose from layer 0 to 1, and the tokens they depend on.
 
-A request says in `StepRequest.values["block"]` how far it is in its block (`BlockProgress`), and its window ends in that block.
-What it has decoded so far is a row of the state `focus_history`. Tokens before the block, and decided tokens, are kept.
-Kept rows attend up to the rightmost position that was processed, by any step or by theirs: the first graph computes `seen` of the
-second. Legend: T
-tokens, B sequences, N H queries.
+`StepRequest.values["block"]` is a request's progress in its block (`BlockProgress`); its window ends in that block. The
+number of decoded tokens so far is a row of the state `focus_history`. Tokens before the block, and decided tokens, are
+kept. Kept rows attend to keys up to the rightmost position that any step of the block has kept: the first graph
+computes the second's `seen`. Legend: T tokens, B sequences, N H queries.
 """
 
 from __future__ import annotations
@@ -34,37 +33,35 @@ if TYPE_CHECKING:
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["HISTORY", "REACH", "BlockProgress", "Evicting", "Focus"]
-
 HISTORY: Final = State(name="focus_history", width=2, dtype="float32", least_rows=1)
-"""Of each request what its steps have decoded: a sum, or an average, and of how many steps."""
+"""Per request, the number of decoded tokens, as a sum or an average, and the number of steps."""
 REACH: Final = "reach"
-"""What comes of it in `StepResult.values`: int32 [1], the first position beyond all that steps of the block have kept."""
+"""The key of `StepResult.values` for int32 [1]: the first position after all rows that steps of the block have kept."""
 _STATUS_MASKED, _STATUS_UNPROCESSED = 1, 2
 _ALIKE: Final = 64
-"""Rows up to which products take as long as reading their weights, on the cards that were measured."""
+"""Up to this many rows, products take as long as reading their weights, on the cards that were measured."""
 _TILE: Final = 16
-"""Rows that a product computes at once."""
+"""Rows of a tile of a product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProgress:
-    """How far a request is in its block.
+    """A request's progress in its block.
 
     Parameters
     ----------
     start
         The block's first position.
     masked
-        Masked positions, counted from `start`, ascending.
+        Masked positions, relative to `start`, ascending.
     processed
-        Positions from `start` to the rightmost that was kept by a step of this block: 0 before its first.
+        Positions from `start` to the rightmost that a step of this block kept: 0 before the first step.
     step
-        Steps of the block before this one that count: -1 if this one is the prefill's (`Eviction.first_step`).
+        The number of earlier steps of the block that count: -1 in the prefill (`Eviction.first_step`).
     decoded
-        Tokens that the request's step before this one has decoded; None before its first.
+        Tokens that the request's previous step decoded; None before the first.
     ranks
-        Of an eviction at random, a number for each position of the block: the largest are kept.
+        Random eviction only: one number per position of the block; the largest are kept.
     """
 
     start: int
@@ -77,17 +74,17 @@ class BlockProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Focus(Cut):
-    """Keeps the tokens that are likely to be decoded, by options.
+    """Keeps the tokens that are likely to be decoded, as `Eviction` says.
 
     Parameters
     ----------
     eviction
         The options.
     reports
-        Whether an outcome has `REACH`: where a request cannot tell from the rows that it decides, as in shifted models.
+        Whether the step returns `REACH`: needed in shifted models, where the rows to decide do not tell it.
     block
-        Of a model that attends in both directions, the length of its windows, each of which is a block. All positions of its
-        sequences have keys, which all rows see. 0: the model attends block by block.
+        For a bidirectional model, the length of its windows, each of which is a block. All positions of its sequences
+        have keys, which all rows see. 0: the model is block-causal.
     """
 
     layers: ClassVar[tuple[int, int]] = (0, 1)
@@ -97,8 +94,8 @@ class Focus(Cut):
     block: int = 0
 
     def buckets(self, tokens: int) -> Sequence[int]:
-        """Return numbers of rows that grow by about an eighth, from an eighth of the tokens on: the second graph's time goes by its
-        rows. Fewer than `_ALIKE` rows take as long as `_ALIKE`."""
+        """Return row counts that grow by about an eighth, from an eighth of the tokens on. The second graph's time is
+        about proportional to its rows; fewer than `_ALIKE` rows take as long as `_ALIKE`."""
         found = [min(max(-(-tokens // (8 * _TILE)) * _TILE, _ALIKE), tokens)]
         while found[-1] < tokens:
             found.append(min(found[-1] + max(1 << max(found[-1].bit_length() - 4, 0), _TILE), tokens))
@@ -106,7 +103,7 @@ class Focus(Cut):
 
     @property
     def expects(self) -> int:
-        """The requests that options say."""
+        """`Eviction.requests`."""
         return self.eviction.requests
 
     def length(self, arch: Architecture) -> int:
@@ -114,7 +111,7 @@ class Focus(Cut):
         return self.block or arch.block
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """Return where blocks begin, what is listed and who votes, and what may be evicted."""
+        """Return the blocks' starts, the listed rows and voters, and the rows that may be evicted."""
         return (
             Input(name="first", dtype="int32", per="sequence", value=lambda window: _block(window).start),
             Input(
@@ -177,12 +174,12 @@ class Focus(Cut):
         return (HISTORY,)
 
     def check(self, request: Any, arch: Architecture) -> None:
-        """Check that a model can be cut so, and that a request says how far it is, with a window that has its masked positions and
-        ends in its block."""
+        """Check that the model can be cut this way, and that a request states its progress, with a window that contains
+        its masked positions and ends in its block."""
         self.eviction.check(arch, dual=self.block > 0)
         block, length = request.values.get("block"), self.length(arch)
         if not isinstance(block, BlockProgress):
-            raise UsageError('eviction: a request says how far it is in its block: values={"block": BlockProgress(…)}.')
+            raise UsageError('eviction: a request needs its progress in the block: values={"block": BlockProgress(…)}.')
         places = request.values.get("positions")
         end = request.start + request.token_ids.numel()
         found = range(request.start, end) if places is None else places.tolist()
@@ -200,8 +197,8 @@ class Focus(Cut):
         behind = self.eviction.first_step != "evicts" or not masked or block.masked[0] + len(masked) == length
         if not (block.step or block.processed or behind):
             raise UsageError(
-                f"eviction: masks {masked} stand before tokens that are decided, which would see keys that no step has written "
-                "where they are dropped; compute the block whole first (first_step='whole')."
+                f"eviction: masks {masked} stand before decided tokens, which would see their unwritten keys; "
+                "compute the block whole first (first_step='whole')."
             )
 
     def declare(self, step: StepGraph) -> None:
@@ -220,7 +217,7 @@ class Focus(Cut):
             )  # fmt: skip
 
     def select(self, step: StepGraph, into: KeptRows) -> None:
-        """Register the choice of rows, and how many keys they see."""
+        """Register the choice of rows, and the number of keys that they see."""
         chosen, inputs = self.eviction, step.inputs
         before, after = (step.g[f"layers.{layer}/importance"] for layer in self.layers)
         of_block = (inputs[name] for name in ("listed", "first", "progress", "status"))
@@ -234,8 +231,8 @@ class Focus(Cut):
         )  # fmt: skip
 
     def supplied(self, step: StepGraph) -> Mapping[str, Supply]:
-        """Return, of the second graph, how many keys each sequence sees: of all, or where sparse attention tells sequences apart
-        that attend to all keys, of those that do."""
+        """Return the number of keys that each sequence sees in the second graph: of all sequences, or with sparse
+        attention of the sequences that attend to all keys."""
         if step.first_graph or self.block:
             return {}
         told = {name: partial(self._seen_of, step, name) for name in ("seen_exactly", "seen_sparsely")}
@@ -246,13 +243,13 @@ class Focus(Cut):
         return seen
 
     def finish(self, step: StepGraph) -> None:
-        """Report how far the block is processed."""
+        """Return `REACH`, if it is reported."""
         if self.reports:
             step.g.add_op("copy", self._seen(step), out=step.g.output(REACH, (step.seqs,), "int32"), name="report")
 
     @property
     def results(self) -> Mapping[str, ResultPer]:
-        """Return, beside those of every cut, how far the block is processed."""
+        """Return the cut's outputs, and `REACH`, if it is reported."""
         return {COUNT: "step", PLACE: "row", **({REACH: "sequence"} if self.reports else {})}
 
     def _seen(self, step: StepGraph) -> Buffer:
@@ -260,8 +257,8 @@ class Focus(Cut):
 
 
 class _Masked(NamedTuple):
-    """The masked positions of blocks, one block after another: in which window each is, its place among those of the window, and
-    its offset from the block's start."""
+    """The masked positions of blocks, concatenated: each one's window, its index among the window's, and its offset
+    from the block's start."""
 
     window: NDArray[np.intp]
     number: NDArray[np.intp]
@@ -269,7 +266,7 @@ class _Masked(NamedTuple):
 
     @classmethod
     def of(cls, windows: Sequence[Window]) -> _Masked:
-        """Return those of the windows' requests."""
+        """Return the masked positions of the windows' requests."""
         masked = [_block(window).masked for window in windows]
         counts = [len(found) for found in masked]
         firsts = np.repeat([0, *accumulate(counts[:-1])], counts)
@@ -277,15 +274,15 @@ class _Masked(NamedTuple):
         return cls(np.repeat(np.arange(len(windows)), counts), np.arange(len(offset)) - firsts, offset)
 
     def rows(self, offsets: NDArray[np.intp], windows: Sequence[Window]) -> NDArray[np.intp]:
-        """Return the numbers of their tokens in the step, of which each window has all, ascending."""
+        """Return the row number in the step of each masked position; windows contain all of theirs, ascending."""
         lengths = [window.length for window in windows]
-        apart = 2 * max(int(np.abs(offsets).max()), 1) + 2  # than the offsets of one window from those of the next
+        apart = 2 * max(int(np.abs(offsets).max()), 1) + 2  # separates the windows in one sorted array
         keys = offsets + apart * np.repeat(np.arange(len(windows)), lengths)
         return keys.searchsorted(self.offset + apart * self.window)
 
 
 def _offsets(windows: Sequence[Window]) -> NDArray[np.intp]:
-    """Of each token of the step, its position from the block's start on."""
+    """The offset of each token of the step from its block's start."""
     given = [window.request.values.get("positions") for window in windows]
     parts = [
         range(window.start, window.end) if at is None else at.tolist()
@@ -306,9 +303,9 @@ def _block(window: Window) -> BlockProgress:
 
 
 class Evicting(Policy):
-    """Cuts the steps of a block, and follows how far the request is in it.
+    """Cuts the steps of a block, and tracks the request's progress in it.
 
-    Of a model that attends in both directions all positions have keys, and every step evicts.
+    In a bidirectional model all positions have keys, and every step evicts.
     """
 
     waits = "with eviction the tokens of a step depend on the outcome of the one before it; leave one out."
@@ -325,11 +322,11 @@ class Evicting(Policy):
         self._decided: int | None = None
         if config.remasking == "random":
             raise UsageError(
-                "eviction: 'random' chooses the rows of a step before it runs, which may be dropped; leave one out."
+                "eviction: 'random' chooses rows before a step runs, and eviction may drop them; leave one out."
             )
         if config.remasking == "sequential":
             raise UsageError(
-                "eviction: 'sequential' decides the first masks whatever their importance, which may be dropped; leave one out."
+                "eviction: 'sequential' decides the first masks, and eviction may drop them; leave one out."
             )
         if not dual and config.small_block_length not in (None, config.block_length):
             raise UsageError(
@@ -338,17 +335,15 @@ class Evicting(Policy):
             )
 
     def phase(self, phase: Phase, step: BlockStep) -> Phase:
-        """Cut the step, but one that writes final keys."""
+        """Cut the step, unless it writes final keys."""
         if step.writes:
             return phase
         if not any(way.cuts for way in phase.cache.ways()):
-            raise UsageError(
-                "eviction: rows that are dropped keep no output over their prefix to reuse; leave one out."
-            )
+            raise UsageError("eviction: dropped rows keep no output over their prefix to reuse; leave one out.")
         return with_parts(phase, cut=self._cut)
 
     def tell(self, step: BlockStep, request: Any) -> None:
-        """Say how far the request is in the block; keys of frozen tokens behind the computed ones are not seen."""
+        """State the request's progress in the block; keys of frozen tokens after the computed ones are not seen."""
         if self._hides and step.places is not None:
             step.key_len = int(step.places[-1]) + 1
         if step.writes:
@@ -366,15 +361,15 @@ class Evicting(Policy):
         )  # fmt: skip
 
     def take(self, step: BlockStep, request: Any, result: Any) -> None:
-        """Note what was kept and how many tokens were decided."""
+        """Record the rows kept and the number of tokens decided."""
         if step.counts:
             self._processed = max(self._processed, self._reach(step, request, result) - step.start)
             self._decided = int(np.count_nonzero(result.array("committed")))
         self._step += 1
 
     def _reach(self, step: BlockStep, request: Any, result: Any) -> int:
-        """The position after the rightmost that the step has kept: a masked one, or a decided one, which all are. Those that were
-        decided by a step of the block lie before the rightmost that this step has kept."""
+        """One past the rightmost position that the step kept. It is a masked one, or a decided one, which are all kept;
+        positions decided by a step of the block lie before the rightmost kept position."""
         if REACH in result.values:
             return int(result.values[REACH])
         kept = result.array(KEPT).nonzero()[0]

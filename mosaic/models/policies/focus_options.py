@@ -1,4 +1,4 @@
-"""FOCUS's options: which of a block's tokens a step computes beyond its first layers. Presets of readings of the paper.
+"""FOCUS's options: which tokens of a block are computed after its first two layers. Presets are readings of the paper.
 
 A step of block diffusion computes every token of the block and decodes about a tenth of them. FOCUS (Liang et al., "DLLMs Know
 How to Tame Their Compute Bound") drops, after two layers, tokens that are unlikely to be decoded. The paper's main text, its
@@ -18,8 +18,6 @@ from mosaic.models.policies.policy import Options, is_integer, is_number
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = ["PRESETS", "Eviction"]
-
 History: TypeAlias = Literal["cumulative", "ema", "block"]
 Threshold: TypeAlias = Literal["deviation", "mean"]
 Importance: TypeAlias = Literal["block", "masked"]
@@ -29,7 +27,7 @@ Reach: TypeAlias = Literal["block", "step"]
 Rank: TypeAlias = Literal["importance", "bottom", "random"]
 
 MOST_REQUESTS: Final = 1024
-"""More of them would keep any card as busy: whether eviction pays is the same for all."""
+"""The largest expected number of requests; with more, eviction pays as with this many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,46 +37,49 @@ class Eviction(Options):
     Parameters
     ----------
     alpha
-        Tokens kept for each that is expected to be decoded: at least 1.
+        Tokens kept per expected decoded token: at least 1.
     history
-        What is expected: the mean over all steps of the request so far ("cumulative", equations 17 to 19), an exponential average
-        over them ("ema", E.3), or the mean over steps of the "block" that decoded any (the implementation). At least 1.
+        The expected number of decoded tokens, at least 1: the mean over all steps of the request so far ("cumulative",
+        equations 17 to 19), an exponential average over them ("ema", E.3), or the mean over the steps of the "block"
+        that decoded any (the implementation).
     weight
-        With "ema", how much of the average is the last step's; the paper does not say.
+        With "ema", the weight of the last step; the paper gives no value.
     threshold
-        Tokens that are kept however many there are. "deviation": those whose importance has risen by at least the standard
-        deviation over the positions that importance is measured over (equation 5). "mean": by at least the mean and one deviation,
-        both over the masked tokens (E.2.2).
+        Which tokens are kept beyond that number. "deviation": those whose importance rose by at least the standard
+        deviation over the positions that importance is measured over (equation 5). "mean": by at least the mean plus
+        one deviation, both over the masked tokens (E.2.2).
     importance
-        "block": attention of all rows of the block to all its positions (equation 2). "masked": of its masked rows to these, as if
-        they stood side by side (the implementation).
+        "block": attention of all rows of the block to all its positions (equation 2). "masked": attention among its
+        masked rows, as if they were adjacent (the implementation).
     pool
-        Neighbouring scores of which the largest counts: odd.
+        Width of the max pooling over neighbouring scores: odd.
     placeholders
-        Masked tokens that are kept because they stand before masked ones that are: those "unprocessed" in the block so far (section
-        4.2), or all (algorithm 1, line 18: "masked").
+        Masked tokens that are kept because kept masked ones follow: those not yet computed in the block, "unprocessed"
+        (section 4.2), or all (algorithm 1, line 18: "masked").
     first_step
-        Of a block: it "evicts" (algorithm 1, line 9), or computes the block "whole" (ours). "prefill": it evicts, but for a block
-        with tokens of the prompt, where it is the prefill. That computes the block whole, and later steps do not count it: neither
-        what it has processed, nor what it has decoded, nor towards a block cache (the implementation).
+        Of a block. It "evicts" (algorithm 1, line 9), or computes the block "whole" (ours). "prefill": it evicts,
+        except in a block with tokens of the prompt, where it is the prefill. The prefill computes the block whole and
+        does not count as a step: not for the processed positions, the decoded tokens or a block cache (the
+        implementation).
     reach
-        The keys of a block that kept rows see: up to the rightmost row that any step of the "block" has kept (equation 16), or up
-        to the rightmost that this "step" keeps, and before the eviction up to the rightmost that it computes (the implementation).
+        The keys of a block that kept rows see: up to the rightmost row that any step of the "block" has kept (equation
+        16), or up to the rightmost that this "step" keeps, and before the eviction up to the rightmost that it computes
+        (the implementation).
     keep
-        How many masked tokens are kept, beside the tokens that they need: in place of `alpha`, `history` and `threshold`, which say
-        it where this is 0 (a baseline, table 3).
+        How many masked tokens are kept, beside the tokens that they depend on. 0: `alpha`, `history` and `threshold`
+        decide it. A baseline (table 3).
     rank
-        Kept are the tokens whose "importance" has risen most, or as baselines (table 3) the ones at the "bottom", which have
-        risen least, or the same number at "random": by the request's seed and number, the step and the position.
+        Which tokens are kept: those with the largest rise of "importance"; or as baselines (table 3) those at the
+        "bottom", with the smallest rise, or "random" ones, by the request's seed and number, the step and the position.
     requests
-        How many requests are expected to share a step. A few rows take as long as one. If by the plan eviction saves no time for
-        this number, it is left out, with the block cache: blocks are decoded whole, and exactly. 0: it is never left out. The
-        expected number decides, not the number of live requests, so that a request's tokens do not depend on others.
+        Requests expected to share a step. If the plan predicts that eviction saves no time for this number, it is left
+        out with the block cache: blocks are decoded whole, and exactly. 0: it is never left out. The expected number
+        decides, not that of live requests, so that a request's tokens do not depend on others.
 
     Raises
     ------
     UsageError
-        A value that cannot be, in one line.
+        If a value is invalid; the message is one line.
 
     Examples
     --------
@@ -125,11 +126,11 @@ class Eviction(Options):
         return PRESETS
 
     def shown(self, value: object) -> str:
-        """Return a value with its quotes, if it is text."""
+        """Return a value, in quotes if it is text."""
         return repr(value)
 
     def within_block(self, block: int) -> Eviction:
-        """Return what keeps the same tokens of blocks, by numbers that are no larger than there is use for.
+        """Return options that keep the same tokens of blocks, with numbers no larger than useful.
 
         >>> found = Eviction(alpha=1e9, pool=10**12 + 1, keep=10**12, requests=10**9).within_block(32)
         >>> found.alpha, found.pool, found.keep, found.requests
@@ -141,16 +142,16 @@ class Eviction(Options):
         )  # fmt: skip
 
     def of_one_request(self) -> Eviction:
-        """Return what leaves eviction out where it does not pay for one request, if `requests` is not given."""
+        """Return options that leave eviction out if it does not pay for one request, unless `requests` is given."""
         return self if self.requests else replace(self, requests=1)
 
     def check(self, arch: Architecture, *, dual: bool = False) -> None:
-        """Check that tokens of a model can be evicted so; `dual`: of the active block, whose keys a dual cache keeps.
+        """Check that the model supports eviction; `dual`: of the active block, whose keys a dual cache keeps.
 
         Raises
         ------
         UsageError
-            If it attends in both directions and there is no such cache, or has fewer than three layers.
+            If it is bidirectional without a dual cache, or has fewer than three layers.
         """
         if not arch.block and (arch.shifted or not dual):
             raise UsageError(
@@ -170,4 +171,4 @@ PRESETS: Final[Mapping[str, Eviction]] = {
         history="block", threshold="mean", importance="masked", first_step="prefill", reach="step"
     ),
 }
-"""By name: the paper's main text, and its public implementation; both with the paper's alpha (section 5.2)."""
+"""Presets: the paper's main text, and its public implementation; both with the paper's alpha (section 5.2)."""

@@ -1,8 +1,9 @@
-"""MAGE: sparse attention over kept keys, of which a block attends to some. Legend: B sequences, T tokens.
+"""MAGE: sparse attention of a block to selected kept keys. Legend: B sequences, T tokens.
 
-A request says in `StepRequest.values` how many keys its prefix had when it selected ("captured"), of how many it selects in this
-step ("candidates"; 0: it does not), whether it attends to all keys ("exactly"), and the position from which rows vote
-("votes_from"). Requests that select, that attend to all keys, and that attend to what they have selected share a step.
+`StepRequest.values` has the length of a request's prefix when it selected ("captured"), the number of keys that it
+selects from in this step ("candidates"; 0: it does not select), whether it attends to all keys ("exactly"), and the
+position from which rows vote ("votes_from"). Requests that select, that attend to all keys, and that attend to selected
+keys may share a step.
 """
 
 from __future__ import annotations
@@ -33,15 +34,13 @@ if TYPE_CHECKING:
     from mosaic.registrar.graph import Buffer
     from mosaic.registrar.schemes.scheme import Bundle
 
-__all__ = ["IndexSets", "PageExtrema", "Selected", "Selecting", "Summarized", "index_sets", "page_extrema"]
-
 SELECT: Final = "select"
-"""The stream on which keys are ranked beside the rest of a layer."""
+"""The stream on which keys are ranked, beside the rest of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexSets(State):
-    """What requests have selected, a row each: of every sparse layer and set a count, then pages in ascending order."""
+    """Selections, one row per request: for every sparse layer and set a count, then pages in ascending order."""
 
     least_rows: int = 1
     pages: int
@@ -50,13 +49,13 @@ class IndexSets(State):
     rows: int
 
     def columns(self, arch: Architecture) -> int:
-        """Return the numbers of all sparse layers, tiles of rows and sets."""
+        """Return the columns over all sparse layers, tiles of rows and sets."""
         tiles = -(-arch.block // self.rows) if self.rows else 1
         return (arch.layers - self.exact) * sets_of(self.per, arch) * tiles * (1 + self.pages)
 
 
 def index_sets(attention: SparseAttention) -> IndexSets:
-    """Return the state that selections by these options are kept in: the same for options that lay it out alike."""
+    """Return the state for selections by these options; options with one layout share it."""
     pages, exact, per = attention.k // attention.page, attention.exact_layers + attention.exact_last, attention.per
     name = f"selected_{pages}_{exact}_{per}" + (f"_{attention.rows}_rows" if attention.rows else "")
     return IndexSets(name=name, dtype="int32", pages=pages, exact=exact, per=per, rows=attention.rows)
@@ -64,23 +63,23 @@ def index_sets(attention: SparseAttention) -> IndexSets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageExtrema(State):
-    """The least and the largest keys of whole pages, a row a page: of every sparse layer least, then largest of all heads."""
+    """Elementwise extrema of the keys of whole pages, a row per page: by sparse layer heads' minima, then maxima."""
 
     exact: int
 
     def columns(self, arch: Architecture) -> int:
-        """Return two keys of every sparse layer."""
+        """Return the width of two keys of every sparse layer."""
         return (arch.layers - self.exact) * 2 * arch.attention.kv_heads * arch.attention.head_size
 
 
 def page_extrema(attention: SparseAttention) -> PageExtrema:
-    """Return the state that the bounds of pages are estimated from: the same for options that lay it out alike."""
+    """Return the state of page extrema, from which bounds are computed; options with one layout share it."""
     exact = attention.exact_layers + attention.exact_last
     return PageExtrema(name=f"pages_{attention.page}_{exact}", exact=exact)
 
 
 def _pages_of(attention: SparseAttention, until: Callable[[Window], int]) -> tuple[Input, Input]:
-    """The rows of the whole pages of each sequence's first `until` tokens, and where those of a sequence begin."""
+    """The extrema rows of the whole pages in each sequence's first `until` tokens, and their bounds by sequence."""
     state, page = page_extrema(attention), attention.page
     return (
         Input(
@@ -95,25 +94,25 @@ def _pages_of(attention: SparseAttention, until: Callable[[Window], int]) -> tup
 
 
 def _page_sizes(attention: SparseAttention, owned: Sequence[int]) -> dict[str, int]:
-    """The pages of all sequences, and the mean number of a sequence, rounded up."""
+    """The number of pages of all sequences, and the mean per sequence, rounded up."""
     pages = max(sum(owned) // attention.page, 1)
     return {"pages": pages, "page_span": -(-pages // len(owned))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summarized(Kept):
-    """Windows write keys and values that are final, and the extrema of the pages that are whole with them.
+    """Windows write final keys and values, and the extrema of the pages that they complete.
 
     Parameters
     ----------
     attention
-        The options of those who read them, by the bounds of pages.
+        The options of later sparse steps, which rank pages by bounds.
     """
 
     attention: SparseAttention
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """Return, beside those of kept keys, the pages that are whole, and which of them were before."""
+        """Return the inputs of kept keys, the whole pages, and which of them were whole before."""
         page = self.attention.page
         own = Input(name="first_page", dtype="int32", per="sequence", value=lambda window: window.start // page)
         return *Kept.inputs(self, arch), *_pages_of(self.attention, lambda window: window.end), own
@@ -124,11 +123,11 @@ class Summarized(Kept):
         return KV, page_extrema(self.attention)
 
     def rows(self, owned: Sequence[int]) -> Mapping[State, int]:
-        """Return a row of keys and values a token, and one of extrema for each whole page."""
+        """Return one row of keys and values per token, and one of extrema per whole page."""
         return _rows(self.attention, owned)
 
     def dims(self, step: StepGraph) -> None:
-        """Declare, beside the dims of kept keys, the pages."""
+        """Declare the dims of kept keys, and the pages."""
         Kept.dims(self, step)
         step.g.dim("pages")
 
@@ -137,7 +136,7 @@ class Summarized(Kept):
         return {**Kept.sizes(self, windows, owned), "pages": _page_sizes(self.attention, owned)["pages"]}
 
     def ways(self) -> Sequence[Way]:
-        """Return those of kept keys, with the extrema of pages written where keys are stored."""
+        """Return the options for kept keys; they write the extrema of pages where keys are stored."""
         return KeptTogether(self._stored), KeptQueries(self._stored)
 
     def _stored(self, step: StepGraph, layer: int) -> None:
@@ -153,13 +152,13 @@ class Summarized(Kept):
 
 
 def _rows(attention: SparseAttention, owned: Sequence[int]) -> Mapping[State, int]:
-    """A request that has no whole page has a row all the same: one that takes part in a state has rows of it."""
+    """Reserve at least one row: a request without a whole page needs a row, because it takes part in the state."""
     return {KV: sum(owned), page_extrema(attention): sum(max(tokens // attention.page, 1) for tokens in owned)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected(Kept):
-    """Windows write their keys and values, and attend in sparse layers to what was selected.
+    """Windows write their keys and values, and attend to selected keys in sparse layers.
 
     Parameters
     ----------
@@ -168,7 +167,7 @@ class Selected(Kept):
     selects
         Whether requests may select in the step.
     refreshes
-        Whether exact layers may attend to the whole prefix in the step, where they reuse what they kept of it.
+        Whether exact layers may attend to the whole prefix in the step, if they otherwise reuse their output over it.
     """
 
     attention: SparseAttention
@@ -176,7 +175,7 @@ class Selected(Kept):
     refreshes: bool = False
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """Return, beside those of kept keys, where selections lie and of how many keys; and who selects from what."""
+        """Return the inputs of kept keys, the places and sizes of selections, and who selects from how many keys."""
         state = index_sets(self.attention)
         own = (
             Input(
@@ -220,19 +219,19 @@ class Selected(Kept):
         return self.attention.reuse
 
     def check(self, request: Any, arch: Architecture) -> None:
-        """Check, beside what kept keys need, that a request reuses only what has a place."""
+        """Check the needs of kept keys, and that a request reuses only rows that have places."""
         Kept.check(self, request, arch)
         if self.reuse is not None:
             check_reuse(request, refreshes=self.refreshes)
 
     @property
     def results(self) -> Mapping[str, ResultPer]:
-        """By how much the queries of the last exact layer have changed, where that is measured."""
+        """The relative change of the queries of the last exact layer, if it is measured."""
         return {} if self.reuse is None or self.reuse.change is None else {CHANGE: "sequence"}
 
     @property
     def bounded(self) -> bool:
-        """Whether pages are ranked by what is kept of them, not by their keys."""
+        """Whether pages are ranked by their extrema instead of their keys."""
         return self.attention.by == "bounds"
 
     @property
@@ -243,21 +242,21 @@ class Selected(Kept):
 
     @property
     def states(self) -> Sequence[State]:
-        """Keys and values, what was selected, what pages are ranked by, and what exact layers keep."""
+        """Keys and values, selections, the extrema that rank pages, and the outputs that exact layers reuse."""
         more = (page_extrema(self.attention),) if self.bounded else ()
         kept = () if self.reuse is None else reuse_states(self.reuse, self.attention.exact_layers)
         return KV, index_sets(self.attention), *more, *kept
 
     def rows(self, owned: Sequence[int]) -> Mapping[State, int]:
-        """Return a row of keys and values a token, and one of extrema for each whole page where there are such."""
+        """Return one row of keys and values per token, and, for ranking by bounds, one of extrema per whole page."""
         return _rows(self.attention, owned) if self.bounded else Kept.rows(self, owned)
 
     def ways(self) -> Sequence[Way]:
-        """Return the one way: windows are short."""
+        """Return the only option: windows are short."""
         return (SelectedTogether(self),)
 
     def dims(self, step: StepGraph) -> None:
-        """Declare, beside the dims of kept keys, the keys that a query of a sparse layer attends to."""
+        """Declare the dims of kept keys, and the keys that a query of a sparse layer attends to."""
         Kept.dims(self, step)
         step.g.dim("attended", at_most="keys")
         if self.bounded:
@@ -265,9 +264,9 @@ class Selected(Kept):
             step.g.dim("page_span", at_most="pages")
 
     def sizes(self, windows: Sequence[int], owned: Sequence[int]) -> Mapping[str, int]:
-        """Return the keys that a query attends to, those selected and its window's own: the mean over sequences, rounded up.
+        """Return the keys that a query attends to, selected and in its window: the mean over sequences, rounded up.
 
-        As for `span`, windows lie at the end of what is owned, so that the plan serves while they move on.
+        As for `span`, windows are taken to lie at the end of the owned rows, so one plan serves while they move on.
         """
         chosen = self.attention
         counts = [
@@ -280,7 +279,7 @@ class Selected(Kept):
 
 def _votes(window: Window) -> Any:
     votes, first = window.token_ids.new_zeros(window.length), window.request.values["votes_from"]
-    places = window.request.values.get("positions")  # of tokens that stand apart
+    places = window.request.values.get("positions")  # if the tokens stand apart
     votes[max(first - window.start, 0) if places is None else int((places < first).sum()) :] = 1
     return votes.byte()
 
@@ -297,10 +296,10 @@ def _seen_sparsely(window: Window) -> int:
 
 
 class SelectedTogether(KeptTogether):
-    """All queries at once. A step that selects attends for each sequence in the way that it is at."""
+    """All queries at once. In a step that selects, each sequence attends as its request says."""
 
     name: ClassVar[str] = "together"
-    by_rows: ClassVar[bool] = False  # the last layer selects too
+    by_rows: ClassVar[bool] = False  # all rows of the last layer vote
 
     def __init__(self, policy: Selected) -> None:
         KeptTogether.__init__(self)
@@ -308,14 +307,14 @@ class SelectedTogether(KeptTogether):
         self.cuts = policy.reuse is None
 
     def knobs(self, step: StepGraph) -> None:
-        """Choose where a step that attends exactly and selects by attention takes log-sum-exps from: a read of the keys of its own,
-        beside the main stream, or the attention to the prefix, which is apart from that to the block then."""
+        """Declare the choice of where an exact step that selects by attention gets log-sum-exps: a separate read of the
+        keys, beside the main stream, or attention to the prefix, which is then apart from attention to the block."""
         policy, chosen = self._policy, self._policy.attention
         exactly = policy.selects and chosen.selects == "first" and not chosen.carried and chosen.by == "mass"
         self._inside = exactly and step.g.choice("statistics", ("apart", "inside"), alike=False) == "inside"
 
     def begin(self, step: StepGraph) -> None:
-        """Nothing is being selected yet."""
+        """Begin with no pending selection."""
         policy = self._policy
         self._selecting = False
         self._joined: JoinedLayers | None = None
@@ -323,19 +322,19 @@ class SelectedTogether(KeptTogether):
             self._joined = JoinedLayers(step, policy.reuse, policy.attention.exact_layers, refreshes=policy.refreshes)
 
     def kind(self, step: StepGraph, layer: int) -> Hashable:
-        """Return whether the layer is sparse or, of the first exact ones, whether it is the last."""
+        """Return whether the layer is sparse; of exact first layers, whether it is the last one."""
         chosen = self._policy.attention
         return layer in chosen.sparse_layers(step.arch), layer < chosen.exact_layers, layer + 1 == chosen.exact_layers
 
     def project(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer) -> None:
-        """Wait for the selection of the layer before, which reads the keys that lie where these will be stored."""
+        """Wait for the previous layer's selection, which reads keys that this layer's may overwrite."""
         if self._selecting:
             step.g.wait(SELECT, updates=step.kv)
             self._selecting = False
         super().project(step, layer, norm, matrices, queries)
 
     def attended(self, step: StepGraph, layer: int, q: Buffer) -> Buffer:
-        """Register the attention of one layer over the queries' storage."""
+        """Register the attention of one layer; results replace queries."""
         policy = self._policy
         if layer not in policy.attention.sparse_layers(step.arch):
             joined = self._joined if layer < policy.attention.exact_layers else None
@@ -353,7 +352,7 @@ class SelectedTogether(KeptTogether):
             exact = attend(step, layer, q, "seen_exactly")
         y = _attend_selected(step, policy, layer, exact, "seen_sparsely")
         if layer + 1 == step.arch.layers:
-            _select(step, policy, layer, queries, sums)  # nothing follows that it could run beside
+            _select(step, policy, layer, queries, sums)  # the last layer: no later op could run beside it
             return y
         with step.g.stream(SELECT):  # beside the output projection and the feed-forward, as in the paper
             _select(step, policy, layer, queries, sums)
@@ -362,7 +361,7 @@ class SelectedTogether(KeptTogether):
 
 
 def _attend_with_sums(step: StepGraph, layer: int, q: Buffer) -> tuple[Buffer, Buffer]:
-    """Attention to all keys of the sequences that select, over the queries' storage, and the log-sum-exps over their prefixes."""
+    """Attention to all keys of the sequences that select, in place of the queries; log-sum-exps over their prefixes."""
     g, arch, inputs, prefix = step.g, step.arch, step.inputs, step.inputs["candidates"]
     sizes = attending(arch, layer)
     fresh, sums = g.add_op(
@@ -378,7 +377,7 @@ def _attend_with_sums(step: StepGraph, layer: int, q: Buffer) -> tuple[Buffer, B
 
 
 def _select(step: StepGraph, policy: Selected, layer: int, q: Buffer, sums: Buffer | None = None) -> None:
-    """Rank the keys of each prefix that is selected from, and keep the best of every set; the rows' log-sum-exps may be known."""
+    """Rank the keys of each prefix to select from, and keep the best of every set; log-sum-exps may be given."""
     g, arch, inputs, chosen = step.g, step.arch, step.inputs, policy.attention
     if policy.bounded:
         _select_pages(step, policy, layer, q)
@@ -400,7 +399,7 @@ def _select(step: StepGraph, policy: Selected, layer: int, q: Buffer, sums: Buff
 
 
 def _select_pages(step: StepGraph, policy: Selected, layer: int, q: Buffer) -> None:
-    """Rank the whole pages of each prefix by what their keys can get at most, and keep the best of every set."""
+    """Rank the whole pages of each prefix by upper bounds of their keys' scores, and keep the best of every set."""
     g, arch, inputs, chosen = step.g, step.arch, step.inputs, policy.attention
     place = _place(step, policy, layer)
     bound = g.add_op(
@@ -416,7 +415,7 @@ def _select_pages(step: StepGraph, policy: Selected, layer: int, q: Buffer) -> N
 
 
 def _attend_selected(step: StepGraph, policy: Selected, layer: int, q: Buffer, seen: str) -> Buffer:
-    """softmax(q k^T) v over selected keys and those behind the prefix, over the queries' storage."""
+    """softmax(q k^T) v over selected keys and keys after the prefix; results replace queries."""
     g, arch, inputs = step.g, step.arch, step.inputs
     y: Buffer = g.add_op(
         "selected_attention", q, step.kv, *extents_of(step), g[index_sets(policy.attention).name], inputs["owner"],
@@ -429,7 +428,7 @@ def _attend_selected(step: StepGraph, policy: Selected, layer: int, q: Buffer, s
 
 
 def _place(step: StepGraph, policy: Selected, layer: int) -> dict[str, Any]:
-    """Where in a request's row a layer's sets lie, those of all tiles of rows."""
+    """The columns of a layer's sets, over all tiles of rows, in a request's row."""
     chosen = policy.attention
     sets = sets_of(chosen.per, step.arch) * chosen.tiles(step.arch)
     return {"slot": layer - chosen.exact_layers, "sets": sets, "k": chosen.k, "page": chosen.page}
@@ -445,7 +444,7 @@ def _tiled(step: StepGraph, policy: Selected) -> dict[str, Any]:
 
 
 class Selecting(Policy):
-    """Selects keys in the steps that options say, and attends to them in the others. No more are remembered than a canvas has."""
+    """Selects keys in the steps that the options name, and attends to them in the others."""
 
     def __init__(self, options: SparseAttention, config: Any, arch: Architecture, positions: int) -> None:
         self._attention = options.within(positions) if positions else options
@@ -462,7 +461,7 @@ class Selecting(Policy):
             self.waits = self._reusing.waits
 
     def phase(self, phase: Phase, step: BlockStep) -> Phase:
-        """Attend to selected keys; steps that write final keys write what their pages are ranked by."""
+        """Attend to selected keys; steps that write final keys write page extrema, if pages are ranked by them."""
         chosen = self._attention
         if step.writes:
             return with_parts(phase, cache=Summarized(attention=chosen)) if chosen.by == "bounds" else phase
@@ -471,7 +470,7 @@ class Selecting(Policy):
         return with_parts(phase, cache=Selected(attention=chosen, selects=selects, refreshes=refreshes))
 
     def tell(self, step: BlockStep, request: Any) -> None:
-        """Say of the keys before the block how many are read and how they are attended to, and who votes."""
+        """State the length of the prefix, how it is attended to, and who votes."""
         if step.writes:
             return
         if self._reusing is not None:
@@ -488,6 +487,6 @@ class Selecting(Policy):
         }
 
     def take(self, step: BlockStep, request: Any, result: Any) -> None:
-        """Note which rows were refreshed, where exact layers reuse."""
+        """Record the refreshed rows, if exact layers reuse."""
         if self._reusing is not None:
             self._reusing.take(step, request, result)

@@ -1,8 +1,9 @@
-"""MAGE's options: which keys of its prefix a block attends to. Presets of published methods of sparse attention over kept keys.
+"""MAGE's options: which keys of its prefix a block attends to. Presets are published methods of sparse attention.
 
-Block diffusion denoises a block over many steps, each of which reads all keys. MAGE (Kwon et al. 2026, arXiv 2602.14209, section
-4) attends in the block's first step, when all of it is masked, to all keys, and captures the keys that got the most attention, per
-layer and key-value head. Later steps of the block attend to these and to the block itself.
+Block diffusion denoises a block in many steps, each of which reads all keys. In MAGE (Kwon et al. 2026, arXiv
+2602.14209, section 4) a block's first step, when all of it is masked, attends to all keys, and selects the keys with
+the most attention, per layer and key-value head. Later steps of the block attend to the selected keys and to the block
+itself.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from mosaic.models.policies.policy import Options, is_integer, is_number
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = ["PRESETS", "Per", "SparseAttention", "sets_of"]
-
 Selects: TypeAlias = Literal["first", "every"]
 Per: TypeAlias = Literal["kv_head", "query_head"]
 Statistic: TypeAlias = Literal["mean", "max", "worst"]
@@ -29,65 +28,65 @@ Voters: TypeAlias = Literal["block", "answer"]
 By: TypeAlias = Literal["mass", "bounds"]
 MOST_KEYS: Final = 2**31 - 1
 ALIKE: Final = 4096
-"""Keys that a request remembers the selection of, however short it is, if it is asked to: 4.4 MiB of SDAR-8B."""
+"""The least `k` that a request's canvas is limited to: its selection takes 4.4 MiB for SDAR-8B."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseAttention(Options):
-    """Which keys are selected, when and by whom. The defaults are MAGE as published.
+    """Which keys are selected, when, and by which rows. The defaults are MAGE as published.
 
     Parameters
     ----------
     k
-        Keys of the prefix that each set has at most.
+        The most keys of the prefix per set.
     ratio
-        Share of the prefix that it has at most, rounded up to whole keys: the decimal or fraction as it is written, so that 0.15 of
-        100 keys is 15. 0: no limit but `k`.
+        The largest share of the prefix per set, rounded up to whole keys. Its decimal or fraction is taken as written,
+        so that 0.15 of 100 keys is 15. 0: only `k` limits.
     mass
-        Share of the prefix's attention that a set needs no more than: the fewest keys that have it, at most `k`. 0: no limit but
-        `k`. It is of the "mean" over all voting rows, which adds up to 1.
+        The share of the prefix's attention that is enough: a set has the fewest keys that reach it, at most `k`. 0:
+        only `k` limits. It applies to the "mean" over all voting rows, which adds up to 1.
     page
-        Keys that are selected together, from a multiple of this on; `k` is a multiple of it.
+        Keys per page. Pages are selected whole and start at multiples of it; `k` is a multiple of it.
     by
-        What pages are ranked by: the attention "mass" of their keys, the softmax over the prefix; or the "bounds" of Quest
-        (arXiv 2406.10774), what the product of a query with any key of a page is at most, from the minimum and maximum of
-        the page's keys. These are kept, so that no key is read; they are for `selects="every"` and pages of 2 keys or more.
-        Keys behind the last whole page of the prefix are always attended to.
+        How pages are ranked: by the attention "mass" of their keys, the softmax over the prefix; or by the "bounds" of
+        Quest (arXiv 2406.10774), the largest product that a query can have with any key between the page's elementwise
+        minimum and maximum. The extrema are kept, so no key is read; they need `selects="every"` and pages of at least
+        2 keys. Keys after the last whole page of the prefix are always attended to.
     exact_layers
-        First layers that attend to all keys in every step.
+        The number of first layers that attend to all keys in every step.
     exact_last
-        Last layers that do.
+        The number of last layers that do.
     selects
-        "first": a block's first step attends to all keys, and captures the keys that the others attend to. "every": each step
-        selects by its own queries first, then attends to that; the exact selection of each step, as an oracle.
+        "first": a block's first step attends to all keys and selects for the others. "every": each step first selects
+        by its own queries and then attends to the selection; the exact selection of each step, as an oracle.
     exact_steps
-        Share of a block's steps, rounded up, that attend to all keys; the first does in any case. What the last of them
-        captures is kept.
+        Share of a block's steps, rounded up, that attend to all keys, at least the first step. The selection of the
+        last of them is used.
     every
-        Steps after which a block attends to all keys again, and captures again: counted from the last that did, in the block's
+        Steps after which a block attends to all keys and selects again, counted from the last such step, in the block's
         own steps. 0: never again.
     carried
-        Blocks after the first attend in their first step, too, to selected keys: those of the block before, beside all keys
-        behind its prefix. What they capture is for their later steps.
+        First steps of later blocks attend to selected keys, too: to the previous block's selection, and to all keys
+        after its prefix. Their own selection is for the block's later steps.
     per
-        A set of keys for each "kv_head", or for each "query_head".
+        A set of keys per "kv_head", or per "query_head".
     rows
-        Rows of a block, from a multiple of this on, that have sets of their own; the last of them may be fewer. A set is selected
-        by its own voting rows, or by all voting rows if none of its own votes. 0: all rows of the block share theirs.
+        Rows of a tile that has its own sets, from multiples of this on; the last tile may be smaller. A set is selected
+        by the tile's voting rows, or by all voting rows if the tile has none. 0: all rows of the block share the sets.
     statistic
-        By what keys are ranked: the "mean", the "max" or the least ("worst") of the softmax over the prefix, or of the bounds, of
-        all voting rows and heads of a set. With "worst" a key's score is the smallest weight that any voting row and head gives
-        it. Every row gets from a set at least the sum of its keys' scores.
+        How a key's score combines the softmax over the prefix, or the bounds, over all voting rows and heads of a set:
+        by the "mean", the "max", or the minimum ("worst"): a key's score is the smallest weight that any voting row and
+        head gives it. So every row's weights over a set add up to at least the sum of the keys' scores.
     reuse
-        When the first exact layers attend to the prefix; in other steps they reuse what they kept of it. None: in every step.
+        When the first exact layers attend to the prefix; other steps reuse their output over it. None: in every step.
     voters
-        Rows that vote: all of the "block" that the step forwards, or those of the "answer", without the tokens of a prompt that
-        ends in the block.
+        Rows that vote: all rows of the "block" that the step computes, or those of the "answer", without tokens of a
+        prompt that ends in the block.
 
     Raises
     ------
     UsageError
-        A value that cannot be, in one line.
+        If a value is invalid; the message is one line.
 
     Examples
     --------
@@ -162,7 +161,7 @@ class SparseAttention(Options):
             )
         if self.reuse is not None and not (isinstance(self.reuse, PrefixReuse) and self.exact_layers):
             raise UsageError(
-                f"attention: reuse is {self.reuse!r}; it must be PrefixReuse(…), of first exact layers, of which there are "
+                f"attention: reuse is {self.reuse!r}; it must be PrefixReuse(…) with exact first layers, of which there are "
                 f"{self.exact_layers}."
             )
         if self.by == "bounds" and self.page == 1:
@@ -182,11 +181,11 @@ class SparseAttention(Options):
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Return the fields, and the options of what exact layers reuse."""
+        """Return the names of the fields, and of the options of `reuse`."""
         return *(entry.name for entry in fields(cls) if entry.name != "reuse"), *PrefixReuse.names()
 
     def with_options(self, options: Mapping[str, Any]) -> SparseAttention:
-        """Return the same with options by name: fields, and options of what exact layers reuse."""
+        """Return a copy with options set by name: fields, and options of `reuse`."""
         reuse = {name: value for name, value in options.items() if name in PrefixReuse.names()}
         others = {name: value for name, value in options.items() if name not in reuse}
         if reuse:
@@ -194,11 +193,11 @@ class SparseAttention(Options):
         return replace(self, **others)
 
     def joined(self, other: Options) -> SparseAttention | None:
-        """Return the same where exact layers reuse."""
+        """Return a copy with `reuse` set, if the other options are a `PrefixReuse`."""
         return replace(self, reuse=other) if isinstance(other, PrefixReuse) else None
 
     def kinds(self, steps: int) -> list[str]:
-        """Return which of a block's steps are like its first, which select again, and which are later ones."""
+        """Return a word per step of a block: "first", "again" for a later step that selects, or "later"."""
         found = []
         for step in range(steps):
             selects, refreshes = self.selects_in(step, steps), self.reuse is not None and self.reuse.refreshes_in(step)
@@ -209,20 +208,20 @@ class SparseAttention(Options):
     def selects_in(self, step: int, steps: int) -> bool:
         """Return whether a step of a block, counted from 0, selects, where the block is to take `steps`.
 
-        All steps that attend to all keys do, so that the last of them is what is kept.
+        All steps that attend to all keys select; the last selection is used.
 
         >>> [step for step in range(32) if SparseAttention(exact_steps=0.1, every=8).selects_in(step, 32)]
         [0, 1, 2, 3, 11, 19, 27]
         """
-        share = Fraction(str(self.exact_steps))  # as written: 0.28 * 25 is above 7
+        share = Fraction(str(self.exact_steps))  # exact: the float 0.28 * 25 is above 7
         last = max(math.ceil(share * steps), 1) - 1
         again = bool(self.every) and step > last and (step - last) % self.every == 0
         return self.selects == "every" or step <= last or again
 
     def within(self, positions: int) -> SparseAttention:
-        """Return what selects the same keys of a canvas of some positions, with less to remember them by where `k` is far beyond.
+        """Return options that select the same keys of a canvas of this length, with a smaller `k` if it is far larger.
 
-        Few values of `k` come of it, so that requests of several lengths still share steps: powers of two from `ALIKE` on.
+        The new `k` is a power of two of at least `ALIKE`, so that requests of several lengths still share steps.
 
         >>> [SparseAttention(k=k).within(20_000).k for k in (512, 10**9)]
         [512, 32768]
@@ -231,7 +230,7 @@ class SparseAttention(Options):
         return self if self.k <= most + self.page else replace(self, k=-(-most // self.page) * self.page)
 
     def tiles(self, arch: Architecture) -> int:
-        """Return how many tiles of rows a block is cut into, each with sets of its own.
+        """Return the number of tiles of rows in a block, each with its own sets.
 
         >>> from mosaic.models import load
         >>> SparseAttention(rows=3).tiles(load("sdar-8b").architecture)
@@ -244,17 +243,17 @@ class SparseAttention(Options):
         return range(self.exact_layers, arch.layers - self.exact_last)
 
     def check(self, arch: Architecture, *, dual: bool = False) -> None:
-        """Check that a model can be attended to so.
+        """Check that the model supports these options.
 
         Raises
         ------
         UsageError
-            If it attends in both directions, or has no layer that would be sparse.
+            If it is bidirectional, or has no sparse layer.
         """
         if not arch.block:
             raise UsageError(
                 "attention: this model attends in both directions, so its keys change in every step and no selection of them "
-                "outlives one; sparse attention is for block diffusion (SDAR, LLaDA2.0, Fast-dLLM v2)."
+                "can be reused; sparse attention is for block diffusion (SDAR, LLaDA2.0, Fast-dLLM v2)."
             )
         if self.rows > arch.block:
             raise UsageError(
@@ -275,11 +274,11 @@ PRESETS: Final[Mapping[str, SparseAttention]] = {
     "quest": SparseAttention(page=16, selects="every", by="bounds"),
     "exact-ends": SparseAttention(exact_layers=1, exact_last=1),
 }
-"""By name: MAGE as published; the exact selection of every step; SparseD (arXiv 2509.24014) as MAGE's section 5 adapts it, exact
-for 20 % of the steps; Quest (arXiv 2406.10774) as it adapts that, re-estimated in every step for all rows of the block; MAGE with
-its two exact layers at both ends, the first and the last."""
+"""Presets: MAGE as published; the exact selection of every step; SparseD (arXiv 2509.24014) as MAGE's section 5 adapts
+it, exact for 20 % of the steps; Quest (arXiv 2406.10774) as it adapts that, estimated in every step for all rows of the
+block; MAGE with its two exact layers split between the first and the last layer."""
 
 
 def sets_of(per: Per, arch: Architecture) -> int:
-    """Return how many sets of keys a layer has."""
+    """Return the number of sets of keys in a layer."""
     return arch.attention.kv_heads if per == "kv_head" else arch.attention.heads

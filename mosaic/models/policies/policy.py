@@ -1,8 +1,8 @@
-"""What a policy is: its options, and the hooks by which the steps of a block are asked for.
+"""The interface of a policy: its options, and hooks that change the steps of a block.
 
-A policy changes the phase of a step (`Policy.phase`). The parts that it puts there bring its states, inputs and sizes, and the way
-in which attention runs. It says of a request what they need (`tell`), and takes note of an outcome (`take`). Algorithms, sessions
-and the engine call these hooks, and know no policy by name.
+A policy changes the phase of a step (`Policy.phase`). The parts that it adds bring states, inputs, sizes and options of
+attention. `tell` adds the request values that the parts need, and `take` records an outcome. Algorithms, sessions and
+the engine call these hooks, and know no policy by name.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.phase import Phase
 
-__all__ = ["BlockStep", "Options", "Policy", "is_integer", "is_number", "with_parts"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of a policy, as a request gives them; a preset is named by text.
+    """The options of a policy in a request; a preset is named by text.
 
     Attributes
     ----------
     word, adjective
-        What `str` calls options that are no preset, and what reports call steps by them.
+        How `str` names options that are no preset, and how reports name the policy's steps.
     """
 
     word: ClassVar[str] = ""
@@ -37,45 +35,45 @@ class Options:
 
     @classmethod
     def presets(cls) -> Mapping[str, Self]:
-        """Return the options that have names."""
+        """Return the presets by name."""
         return {}
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Return what may be changed of a preset, by name."""
+        """Return the names of options that can be changed."""
         return tuple(entry.name for entry in fields(cls))
 
     def with_options(self, options: Mapping[str, Any]) -> Self:
-        """Return the same with options by name.
+        """Return a copy with options set by name.
 
         Raises
         ------
         UsageError
-            If a value cannot be, or there is nothing that it is an option of.
+            If a value is invalid, or an option does not apply.
         """
         return replace(self, **options)
 
     def joined(self, other: Options) -> Self | None:
-        """Return the policy that this one and another are together; None: they do not go together."""
+        """Return the combination of this policy's options and another's; None: they cannot be combined."""
         return None
 
     def within_block(self, block: int) -> Self:
-        """Return what does the same to blocks of some tokens, by numbers that are no larger than there is use for."""
+        """Return options with the same effect on blocks of this many tokens, with numbers no larger than useful."""
         return self
 
     def kinds(self, steps: int) -> list[str]:
-        """Return what each step of a block is, for reports: "first", "later", or another word."""
+        """Return a word per step of a block, for reports: "first", "later", or another."""
         return ["later" if step else "first" for step in range(steps)]
 
     def of_one_request(self) -> Self:
-        """Return the same for a request that is alone, where options do not say how many are expected."""
+        """Return options for a request that is alone, if they do not state the expected number of requests."""
         return self
 
     def check(self, arch: Architecture, *, dual: bool = False) -> None:
-        """Raise a `UsageError` if a model cannot run so; `dual`: with a dual cache."""
+        """Raise a `UsageError` if the model does not support the options; `dual`: with a dual cache."""
 
     def shown(self, value: object) -> str:
-        """Return how `str` writes a value."""
+        """Return a value as `str` writes it."""
         return str(value)
 
     @property
@@ -90,30 +88,30 @@ class Options:
 
 @dataclass(slots=True, kw_only=True)
 class BlockStep:
-    """One step of a block before it runs: what its algorithm asks for, and what policies make of it.
+    """One step of a block before it runs: the request of its algorithm, which policies change.
 
     Attributes
     ----------
     start, end
         The block.
     number, steps
-        Steps of the block so far, and how many it is to take.
+        Steps of the block so far, and its planned number of steps.
     window
-        Positions that are computed, but where `places` says which.
+        Positions that are computed, unless `places` lists them.
     writes
-        The step writes the keys of final tokens: it prefills, or ends a block.
+        Whether the step writes the keys of final tokens: it prefills, or ends a block.
     prompt_len, prefix
-        Tokens of the prompt, and those of its whole blocks.
+        Tokens of the prompt, and tokens of its whole blocks.
     phase
         The kind of step.
     positions
-        What it is to decide, int64 [M].
+        Positions to decide, int64 [M].
     places
         The positions that are computed, int64 [T], ascending; None: the whole window.
     key_len
-        Keys that it sees; 0: as many as the window's end.
+        Keys that the step sees; 0: up to the window's end.
     values
-        By name, what parts of the phase need of the request.
+        By name, the request values that parts of the phase need.
     counts
         Whether policies count it as a step of the block.
     """
@@ -135,24 +133,24 @@ class BlockStep:
 
 
 class Policy:
-    """How the steps of one request are asked for, beside what its algorithm decides.
+    """Changes the steps of one request, beside its algorithm.
 
-    It is made when a request is described, and keeps what it has to remember of it. Hooks are called in the order of the registry.
+    One is made per request, and keeps state of it. Hooks are called in the order of the registry.
 
     Parameters
     ----------
     options
-        Its own.
+        The policy's own.
     config, arch
-        The request's `GenerationConfig`, resolved, and the model's sizes. Where these and the options do not go together, it is a
-        `UsageError`.
+        The request's `GenerationConfig`, resolved, and the model's sizes. A contradiction between them and the options
+        raises `UsageError`.
     positions
-        Of the request's canvas; 0: not known yet.
+        Length of the request's canvas; 0: not known yet.
 
     Attributes
     ----------
     waits
-        Why a step cannot be asked for before the outcome of the one before it is known; empty: it can.
+        Why a step cannot be launched before the last one's outcome is known; empty: it can.
     within
         Whether the first step of a block may write the final keys of the block before.
     """
@@ -164,22 +162,22 @@ class Policy:
         """Check the options beside the request's others."""
 
     def phase(self, phase: Phase, step: BlockStep) -> Phase:
-        """Return the phase of a step, by what its algorithm asks for; before anything has run, by the step's number alone."""
+        """Return the phase of a step; before anything has run, it depends on the step's number alone."""
         return phase
 
     def tell(self, step: BlockStep, request: Any) -> None:
-        """Say what the step's parts need of the request: add to `step.values`, or set `places`, `key_len` or `counts`.
+        """Add what the step's parts need: to `step.values`, or by setting `places`, `key_len` or `counts`.
 
         `request` is the canvas: `mask_array`, `open_array(start, end)`, `uniforms(start, end)`.
         """
 
     def take(self, step: BlockStep, request: Any, result: Any) -> None:
-        """Take note of an outcome, a `StepResult`, before the canvas takes what it has decided."""
+        """Record an outcome, a `StepResult`, before the canvas takes its decisions."""
 
 
 @lru_cache(maxsize=1024)
 def with_parts(phase: Phase, **parts: Any) -> Phase:
-    """Return the phase with other parts: the same object whenever it is asked for."""
+    """Return the phase with other parts, cached: the same object every time."""
     return replace(phase, **parts)
 
 

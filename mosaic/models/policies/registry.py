@@ -1,4 +1,4 @@
-"""The policies: what a request names them by, and what makes them. Nothing outside of their own files names one but this list."""
+"""The list of policies by a request's field and options. Only this file names policies of other files."""
 
 from __future__ import annotations
 
@@ -18,40 +18,38 @@ from mosaic.models.policies.spelled import spelled
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = ["KINDS", "NAMES", "attention_policy", "options_of", "policies_of", "token_eviction"]
-
 POLICIES: Final[Mapping[str, Mapping[type, type[Policy]]]] = {
     "attention": {SparseAttention: Selecting, PrefixReuse: Reusing},
     "block_cache": {str: Freezing},
     "eviction": {Eviction: Evicting},
 }
-"""By field of a request, the options that it takes, and the policy that each makes; hooks are called in this order."""
+"""By field of a request: the types of options that it takes, and the policy of each; hooks are called in this order."""
 KINDS: Final[Mapping[str, tuple[type[Options], ...]]] = {
     field: kinds
     for field, made in POLICIES.items()
     if (kinds := tuple(kind for kind in made if issubclass(kind, Options)))
 }
-"""The fields whose options are spelled out in a text, and their options."""
+"""The fields whose options can be given as text, and their types of options."""
 NAMES: Final[Mapping[str, Mapping[str, Options]]] = {
     field: {name: preset for kind in kinds for name, preset in kind.presets().items()} for field, kinds in KINDS.items()
 }
-"""The presets that such a field takes, by name."""
+"""The presets of such a field, by name."""
 
 
 def policies_of(config: Any, arch: Architecture, positions: int = 0) -> tuple[Policy, ...]:
-    """Return the policies that a request asks for, in the order in which their hooks are called.
+    """Return the policies of a request, in the order in which their hooks are called.
 
     Parameters
     ----------
     config
-        Its `GenerationConfig`, resolved.
+        The request's `GenerationConfig`, resolved.
     positions
-        Of its canvas.
+        Length of the request's canvas.
 
     Raises
     ------
     UsageError
-        If options do not go with the request's others.
+        If options contradict other options of the request.
     """
     return tuple(
         made(options, config, arch, positions)
@@ -63,14 +61,14 @@ def policies_of(config: Any, arch: Architecture, positions: int = 0) -> tuple[Po
 
 
 def options_of(field: str, value: object) -> Any:
-    """Return the options that a field's text stands for; options are returned as they are.
+    """Return the options that a field's text names; options are returned unchanged.
 
-    Presets that go together are named with a "+" between them. Options may follow, such as "mage:k=1024:every=8".
+    Presets are combined with "+". Options may follow, such as "mage:k=1024:every=8".
 
     Raises
     ------
     UsageError
-        If it is neither, or an option cannot be; UnknownName, if there is no such preset or option.
+        If it is neither text nor options, or a value is invalid. UnknownName: if there is no such preset or option.
     """
     kinds, presets = KINDS[field], NAMES[field]
     if isinstance(value, kinds):
@@ -96,7 +94,7 @@ def options_of(field: str, value: object) -> Any:
 
 
 def attention_policy(value: str | Options) -> SparseAttention | PrefixReuse:
-    """Return the options of attention that a text stands for, as `options_of` does.
+    """Return the attention options that a text names, as `options_of` does.
 
     >>> str(attention_policy("oracle")), str(attention_policy("mage+flashblock:k=256:reuse_steps=4"))
     ('oracle', 'sparse(k=256, reuse=reuse(steps=4))')
@@ -106,7 +104,7 @@ def attention_policy(value: str | Options) -> SparseAttention | PrefixReuse:
 
 
 def token_eviction(value: str | Options) -> Eviction:
-    """Return the options of eviction that a text stands for, as `options_of` does.
+    """Return the eviction options that a text names, as `options_of` does.
 
     >>> token_eviction("focus-public").history, str(token_eviction("focus:keep=4:rank=random"))
     ('block', "eviction(keep=4, rank='random')")

@@ -1,6 +1,6 @@
-"""What is named with options in one word: `mage:ratio=1/16:every=8`, a name, then `option=value` for each, joined by colons.
+"""Presets with options in one word: `mage:ratio=1/16:every=8` is a name, then `option=value` pairs, joined by colons.
 
-Names that go together are joined by "+", with options behind any of them: `mage:k=4+flashblock:reuse_steps=2` is
+Names are combined by "+", with options after any of them: `mage:k=4+flashblock:reuse_steps=2` is
 `mage+flashblock:k=4:reuse_steps=2`.
 """
 
@@ -12,16 +12,14 @@ from typing import Any
 
 from mosaic.errors import UsageError
 
-__all__ = ["spelled"]
-
 
 def spelled(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the name, of all that go together, and the options: truth values, integers, numbers or fractions, and else texts.
+    """Return the combined names, and the options as booleans, integers, floats or text.
 
     Raises
     ------
     UsageError
-        If a part is no option with a value, or an option has two.
+        If a part is no option with a value, or an option is given twice.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Prove a plan, sharing no code with the planner: from its JSON document alone, or from what a planner writes that from.
+"""Prove a plan, sharing no code with the planner: from its JSON document alone, or from the planner's records of it.
 
 Three levels. *Safety*, all that memory depends on, is checked of every plan before a planner hands it out: `structure`,
 `lifetimes`, `placement`, `values`, `streams` and the totals of `claims`, put together in `safety`. *Operators*: shapes,
@@ -131,7 +131,7 @@ def check_plan(document: Mapping[str, Any], *, weights: WeightMap | None = None)
 
 
 def check_safety(document: Mapping[str, Any], *, weights: WeightMap | None = None) -> list[Violation]:
-    """List what is unsafe in a plan: what memory depends on, whatever it says of operators, times and the search; as `check_plan`.
+    """List violations of a plan's memory safety, not of claims on operators, times and the search; see `check_plan`.
 
     Examples
     --------

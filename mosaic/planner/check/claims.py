@@ -1,4 +1,4 @@
-"""Check totals against what the buffers take; formula and search steps against what is live and the totals."""
+"""Check totals against the buffers, and formula and search steps against live bytes and totals."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from mosaic.planner.check.columns import EXTERNAL, HOST, KNOWN_POOLS, Columns, is_known_pool, owner_of, round_up
 from mosaic.planner.check.placement import live_bytes
-
-__all__ = ["check_formula", "check_totals", "check_trace"]
 
 _MAX_DIGITS: Final = 40  # of a number in a formula
 _POWERS: Final = frozenset("123456789")  # of a dim in a formula
@@ -69,7 +67,7 @@ def _facts(plan: Columns, lower_bound: int) -> list[tuple[str, str, Any, Any, st
 
 
 def _state_pages(plan: Columns) -> dict[str, int]:
-    """What the pool of each state and carry takes, in whole pages."""
+    """Bytes of the pool of each state and carry, in whole pages."""
     page = plan.header["page_bytes"]
     return {name: round_up(reach, page) for name, reach in plan.reach.items() if owner_of(name)}
 

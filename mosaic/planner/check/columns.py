@@ -1,4 +1,4 @@
-"""A plan by columns, indexed by buffer id or op index, with what the checks derive.
+"""A plan by columns, indexed by buffer id or op index, with the values that the checks derive.
 
 A loop over 500 rows of 17 fields would take half of a check's time. The `Skeleton` has what no dim changes: what is derived of
 it holds for every plan that has it.
@@ -10,33 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
-
-__all__ = [
-    "COMPONENTS",
-    "EXTERNAL",
-    "FROM_START",
-    "FULL_STEP",
-    "HOST",
-    "ITEM_BYTES",
-    "KINDS",
-    "KNOWN_POOLS",
-    "MAIN",
-    "POOLS",
-    "TO_END",
-    "Barrier",
-    "Columns",
-    "Cut",
-    "Gaps",
-    "Ids",
-    "Loop",
-    "Marks",
-    "Region",
-    "Skeleton",
-    "Violation",
-    "is_known_pool",
-    "owner_of",
-    "round_up",
-]
 
 FULL_STEP: Final = "full_step"  # the phase whose dims are known by name
 MAIN: Final = "main"
@@ -111,7 +84,7 @@ class Loop(NamedTuple):
 
 
 class Barrier(NamedTuple):
-    """What a region, or an explicit barrier (`region` None), claims to keep alive over [start, end)."""
+    """The buffers that a region, or an explicit barrier (`region` None), claims to keep alive over [start, end)."""
 
     name: str
     region: str | None
@@ -135,7 +108,7 @@ class Cut(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Skeleton:
-    """What dims do not change of a plan, by columns, and what the checks derive from that alone.
+    """The part of a plan that dims do not change, by columns, and the values that the checks derive from it alone.
 
     The fields under "derived" are filled in the order of the checks: regions, lifetimes, pools, values, streams.
     """

@@ -11,8 +11,6 @@ from mosaic.planner.check.columns import FULL_STEP, HOST, ITEM_BYTES, Columns
 from mosaic.planner.check.operators import OPERATORS, SCRATCH, Known, Operand, Product, Rule, product_of
 from mosaic.planner.check.reading import Work, type_names
 
-__all__ = ["check_launches"]
-
 _INDEX_DTYPES: Final = ("int64", "int32")
 _SYMBOLIC: Final = frozenset({"span", "keys", "page_span", "tokens"})  # for the cost model: dims, or not stated
 
@@ -30,7 +28,7 @@ _View = Sequence[_Axis]
 
 
 def check_launches(plan: Columns, work: Work) -> None:
-    """Check what the operators say of shapes, attributes, FLOPs and bytes; once per distinct launch.
+    """Check shapes, attributes, FLOPs and bytes of shipped operators; once per distinct launch.
 
     Layers repeat their launches: what differs between two of them are names and buffer ids. An op whose slices do not fit
     has been reported, and says nothing of shapes.
@@ -52,7 +50,7 @@ def check_launches(plan: Columns, work: Work) -> None:
 
 
 def _launches(plan: Columns, work: Work) -> Iterator[tuple[Any, ...]]:
-    """What makes two launches the same: kernel, work, operands' names, shapes and slices, loops, attributes."""
+    """The key of equal launches: kernel, work, operands' names, shapes and slices, loops, attributes."""
     loops, depths = _number_loops(plan)
     numbers: dict[Any, int] = {}
     homes = map(loops.__getitem__, plan.home) if plan.regions else repeat(-1)

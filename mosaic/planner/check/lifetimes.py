@@ -8,8 +8,6 @@ from itertools import accumulate, chain
 
 from mosaic.planner.check.columns import FROM_START, MAIN, TO_END, Skeleton, owner_of
 
-__all__ = ["derive_lifetimes"]
-
 
 def derive_lifetimes(plan: Skeleton) -> None:
     """Fill the derived lifetimes, windows and alias groups; report claims that differ."""
@@ -72,7 +70,7 @@ def _derive_base(plan: Skeleton) -> list[int]:
 
 
 def _settle_untouched(plan: Skeleton, untouched: Sequence[int]) -> None:
-    """Settle the lifetimes of buffers that no op touches."""
+    """Set the lifetimes of buffers that no op touches."""
     roots = {*plan.alias_of}
     for b in untouched:
         kind = plan.kind[b]

@@ -1,4 +1,4 @@
-"""What each shipped operator says of one launch, in letters: operands, axes, attributes, FLOPs, bytes."""
+"""The checker's own record of each shipped operator, in letters: operands, axes, attributes, FLOPs, bytes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from mosaic.planner.check.reading import BOOLEAN, INTEGER, NUMBER, TEXT, Types
-
-__all__ = ["NONE", "OPERATORS", "SCRATCH", "Known", "Operand", "Product", "Rule", "Way", "product_of"]
 
 NONE: Final = "none"
 SCRATCH: Final = "scratch"  # an operand that any kernel may have, and writes
@@ -24,11 +22,13 @@ class Way(NamedTuple):
     absent: tuple[str, ...] = ()  # attributes that are not there, or 0, and operands that are not
     multiple: tuple[str, int, int] = ("", 1, 1)  # an attribute, of what it is a multiple, and its limit
     dtypes: tuple[str, frozenset[str]] = ("", frozenset())  # an operand, and what it may be in
-    elements: tuple[str, int] = ("", 0)  # an operand, and how many elements it has
+    elements: tuple[str, int] = ("", 0)  # an operand, and how many elements it has; none: any number
+    capability: int = 0  # the compute capability of the only cards that it runs on; 0: any
+    invariant: str = ""  # what a batch-invariant plan may take in its stead, on the same cards and launches
 
 
 class _Operator(NamedTuple):
-    """What a shipped operator says of one launch, in letters.
+    """The record of a shipped operator's launch, in letters.
 
     `shapes` lists operands as `name:dtype=axes`; `?` marks an optional one. An axis is a letter, bound where it first
     occurs, or a product of letters, attributes and numbers, with `+1` at most; `*T` is any number of axes. Of dtypes, a
@@ -87,6 +87,13 @@ _NUMBERS: Final = (("numbers", "k", "page"),)
 _CUDNN: Final = Way(
     "cudnn", "cudnn takes one sequence without blocks, 16-bit floats and heads of 8, 16 … 128", absent=("block", "sees"),
     multiple=("head_size", 8, 128), dtypes=("q", frozenset({"bfloat16", "float16"})), elements=("cu_seqlens", 2),
+)  # fmt: skip
+_KEPT: Final = (
+    Way(
+        "hopper", "hopper takes bfloat16 and heads of 64 or 128", multiple=("head_size", 64, 128),
+        dtypes=("q", frozenset({"bfloat16"})), capability=90, invariant="hopper_invariant",
+    ),
+    Way("triton"),
 )  # fmt: skip
 _NOTATION: Final = {
     "attention": _Operator(
@@ -154,7 +161,7 @@ _NOTATION: Final = {
         "layer:n kv_heads:n head_size:n scale:x span?:n keys?:n block?:n parts?:n", "4*span*T*Q", "R X E B Q",
         "q extents cu_extents seen cu_seqlens positions sees y kv=keys,2*kv_heads*head_size",
         rules=(("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "0", "block")),
-        inplace="y/q", invariant="invariant",
+        inplace="y/q", ways=_KEPT, invariant="invariant",
     ),
     "kv_store": _Operator(
         "k:a=T,W v:a=T,W kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 cu_seqlens:int32=B+1 positions:int32=T",
@@ -214,7 +221,7 @@ _NOTATION: Final = {
         rules=(
             ("divides", "kv_heads*head_size", "Q"), *_kv_row("kv_heads*head_size"), ("at most", "0", "block"), *_SUMS,
         ),
-        invariant="invariant",
+        ways=_KEPT, invariant="invariant",
     ),
     "prefix_logsumexp": _Operator(
         "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 captured:int32=B votes:uint8=T cu_seqlens:int32=B+1 "
@@ -355,6 +362,7 @@ class Known(NamedTuple):
     names: frozenset[str]  # all operands that it may have
     shown: tuple[tuple[str, str], ...]
     ways: Mapping[str, Way]
+    invariants: Mapping[str, Way]  # what a batch-invariant plan chooses from, where not every one will do
     invariant: str
     quotients: tuple[tuple[str, str, str], ...]  # (letter, dividend, divisor)
 
@@ -391,8 +399,16 @@ def _parse(operator: _Operator) -> Known:
         rules=operator.rules, inplace=tuple(map(_parse_pair, operator.inplace.split())),
         silent=tuple(name for name in attrs if name not in said), fills=(*writes, SCRATCH),
         names=frozenset({*reads, *writes, SCRATCH}), shown=operator.shown,
-        ways={way.name: way for way in operator.ways}, invariant=operator.invariant, quotients=operator.quotients,
+        ways={way.name: way for way in operator.ways}, invariants=_invariants(operator), invariant=operator.invariant,
+        quotients=operator.quotients,
     )  # fmt: skip
+
+
+def _invariants(operator: _Operator) -> Mapping[str, Way]:
+    if operator.invariant in ("", NONE):
+        return {}
+    special = {way.invariant: way._replace(name=way.invariant) for way in operator.ways if way.invariant}
+    return {**special, operator.invariant: Way(operator.invariant)}
 
 
 def _parse_pair(entry: str) -> tuple[str, str]:

@@ -26,18 +26,6 @@ from mosaic.planner.check.columns import (
     round_up,
 )
 
-__all__ = [
-    "check_addresses",
-    "check_placement",
-    "check_pools",
-    "check_sizes",
-    "check_slices",
-    "live_bytes",
-    "mark_live",
-    "name_slices",
-    "sweep",
-]
-
 UNIT_BYTES: Final = 512  # every root of a placed pool starts and ends on it
 
 

@@ -27,23 +27,6 @@ from mosaic.planner.check.columns import (
     is_known_pool,
 )
 
-__all__ = [
-    "BOOLEAN",
-    "INTEGER",
-    "NUMBER",
-    "TEXT",
-    "Numbers",
-    "Records",
-    "Types",
-    "Work",
-    "read_columns",
-    "read_document",
-    "read_header",
-    "read_skeleton",
-    "read_statements",
-    "type_names",
-]
-
 _BACKENDS: Final = frozenset({"cuda", "cpu"})
 
 Types = frozenset[type]
@@ -168,7 +151,7 @@ _LOOP: Final = _Table("regions", {"extent": INTEGER, "rows": INTEGER, "count": I
 class Records:
     """The rows of a document without their numbers: what a planner keeps for all plans that differ in sizes alone.
 
-    Rows may have fields that are not named here. Whoever hands them over does not change them any more.
+    Rows may have fields that are not named here. They must not change afterwards.
 
     Parameters
     ----------
@@ -202,7 +185,7 @@ class Numbers(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a plan says of each op's work, all iterations together: no matter of memory."""
+    """A plan's claims on each op's work, all iterations together; memory does not depend on them."""
 
     flops: Sequence[int]
     moved: Sequence[int]
@@ -395,6 +378,8 @@ def _read_settings(header: Mapping[str, Any], pool: _Named, found: _Found) -> No
     _read_configs((header["config"],), found)
     claimed = header.get("batch_invariant", False)
     require(type(claimed) is bool, f"batch_invariant: expected a boolean, got {claimed!r}")
+    card = header.get("capability", 0)
+    require(type(card) is int and card >= 0, f"capability: expected an integer from 0, got {card!r}")
     names = header.get("declared", {"kernels": [], "streams": []})
     require(
         type(names) is dict and names.keys() == {"kernels", "streams"}

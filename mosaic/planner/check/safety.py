@@ -1,6 +1,6 @@
-"""The part of the proof that memory depends on: a plan that passes never lets two values meet at one address.
+"""The safety part of the proof: in a plan that passes, no two live values share an address.
 
-First what no dim changes, a skeleton; then the numbers of one plan. A planner hands over its `Records` again and again
+The skeleton, which no dim changes, is checked first; then the numbers of one plan. A planner reuses its `Records`
 with other numbers: the skeleton is derived once for each and kept, from the records and by this room's own rules.
 """
 
@@ -26,8 +26,6 @@ from mosaic.planner.check.reading import Numbers, Records, read_columns, read_he
 from mosaic.planner.check.streams import check_streams, order_streams
 from mosaic.planner.check.structure import check_loops, check_ops, check_structure
 from mosaic.planner.check.values import check_aliases, check_fills, check_roots, checked_gaps, derive_fills
-
-__all__ = ["prove_safe", "proved_columns"]
 
 _derived: Final[WeakKeyDictionary[Records, Skeleton]] = WeakKeyDictionary()
 """Skeletons by records; the violations of a skeleton are reported with each of its plans."""

@@ -7,9 +7,7 @@ from math import prod
 from typing import Final
 
 from mosaic.planner.check.columns import FULL_STEP, MAIN, Columns
-from mosaic.planner.check.operators import NONE, OPERATORS, Way
-
-__all__ = ["check_settings"]
+from mosaic.planner.check.operators import OPERATORS, Way
 
 _STEP_DIMS: Final = ("tokens", "seqs", "span", "masked")
 _MOST: Final = 1 << 63  # bytes or tokens that anything addresses
@@ -17,7 +15,7 @@ _NO_LENGTHS: Final = frozenset({"span", "kv_heads"})  # dims of the shipped step
 
 
 def check_settings(plan: Columns) -> None:
-    """Check what the plan says of itself besides bytes."""
+    """Check the plan's claims besides bytes."""
     _check_config(plan)
     _check_dtype(plan)
     _check_dims(plan)
@@ -84,7 +82,7 @@ def _check_implementations(plan: Columns) -> None:
     wanted = several.keys() & {*plan.kernel} if backend == "cuda" else set()
     if backend == "cuda" and plan.header.get("batch_invariant", False):
         wanted |= _check_invariance(plan)
-        several = {name: {**known.ways, known.invariant: Way(known.invariant)} for name, known in OPERATORS.items()}
+        several = {name: {**known.ways, **known.invariants} for name, known in OPERATORS.items()}
     foreign = {*plan.kernel} - OPERATORS.keys()  # their implementations are their author's word
     chosen = {kernel: name for kernel, name in chosen.items() if kernel not in foreign}
     if chosen.keys() != wanted:
@@ -94,27 +92,33 @@ def _check_implementations(plan: Columns) -> None:
         known = several.get(kernel, {})
         if name not in known:
             plan.fail("implementation", f"{kernel} has no {name!r}; known: {', '.join(sorted(known)) or 'none'}")
-        elif known[name].takes:
+        else:
             _check_way(plan, kernel, known[name])
 
 
 def _check_invariance(plan: Columns) -> set[str]:
     """Check that a CUDA plan that is said to be batch-invariant has kernels that are; return the kernels that it has to name."""
-    needed = {
-        kernel: known.invariant for kernel in {*plan.kernel} if (known := OPERATORS.get(kernel)) and known.invariant
-    }
-    for kernel, way in sorted(needed.items()):
-        if way == NONE:
+    needed = {kernel: known for kernel in {*plan.kernel} if (known := OPERATORS.get(kernel)) and known.invariant}
+    for kernel, known in sorted(needed.items()):
+        chosen, ways = plan.header["implementations"].get(kernel), known.invariants
+        if not ways:
             plan.fail("implementation", f"the plan is said to be batch-invariant, {kernel} is not")
-        elif (chosen := plan.header["implementations"].get(kernel)) != way:
-            plan.fail(
-                "implementation", f"the plan is said to be batch-invariant: {kernel} has to be {way!r}, not {chosen!r}"
-            )
-    return {kernel for kernel, way in needed.items() if way != NONE}
+        elif chosen not in ways:
+            text = f"{kernel} has to be {' or '.join(map(repr, ways))}, not {chosen!r}"
+            plan.fail("implementation", f"the plan is said to be batch-invariant: {text}")
+    return {kernel for kernel, known in needed.items() if known.invariants}
 
 
 def _check_way(plan: Columns, kernel: str, way: Way) -> None:
-    """Check that an implementation takes all launches of its kernel; the first that it does not is named."""
+    """Check that an implementation runs on the card and takes all launches of its kernel; the first that it does not is named."""
+    card = plan.header.get("capability", 0)
+    if way.capability not in (0, card):
+        plan.fail(
+            "implementation",
+            f"{kernel} by {way.name!r} needs a card of compute capability {way.capability}, got {card}",
+        )
+    if not way.takes:
+        return
     for i, name in enumerate(plan.kernel):
         if name == kernel and not _takes(plan, i, way):
             plan.fail("implementation", f"{plan.say_op(i)}: {way.takes}", (), (i,))
@@ -126,13 +130,13 @@ def _takes(plan: Columns, i: int, way: Way) -> bool:
     (typed, dtypes), (counted, elements) = way.dtypes, way.elements
     value = plan.attrs[i].get(name)
     there = any(plan.attrs[i].get(one) or one in operands for one in way.absent)
-    if type(value) is not int or there or typed not in operands or counted not in operands:
+    if type(value) is not int or there or typed not in operands or counted not in ("", *operands):
         return False
     return (
         0 < value <= limit
         and value % unit == 0
         and plan.dtype[operands[typed]] in dtypes
-        and prod(plan.shape[operands[counted]]) == elements
+        and (not counted or prod(plan.shape[operands[counted]]) == elements)
     )
 
 

@@ -16,8 +16,6 @@ from itertools import chain
 from mosaic.planner.check.columns import MAIN, Columns, Ids, Region, Skeleton
 from mosaic.planner.check.placement import sweep
 
-__all__ = ["check_streams", "order_streams"]
-
 
 def order_streams(plan: Skeleton) -> None:
     """Fill what no dim changes: `beside`, `rivals`, `touched` and `clash`."""
@@ -40,7 +38,7 @@ def order_streams(plan: Skeleton) -> None:
 
 
 def check_streams(plan: Columns, roots: Mapping[str, Ids]) -> None:
-    """Check all side ops; `roots` are, by pool, those of which no two live at the same time at one address."""
+    """Check all side ops; `roots` are, by pool, roots that are never live at one address at the same time."""
     if not plan.has_side_streams:
         return
     _check_iterations(plan)
@@ -73,7 +71,7 @@ def _ops_before(plan: Skeleton) -> list[int]:
 
 
 def _borders(plan: Skeleton) -> tuple[Mapping[int, Sequence[str]], Mapping[int, Sequence[str]]]:
-    """Which side streams fork from main where a loop starts, and which join it where one ends, by op index."""
+    """By op index, the side streams that fork from main at a loop's start, and those that join it at a loop's end."""
     opening: dict[int, list[str]] = defaultdict(list)
     closing: dict[int, list[str]] = defaultdict(list)
     for name, stream in dict.fromkeys(zip(plan.op_region, plan.stream, strict=True)):
@@ -161,7 +159,7 @@ def _rivals(plan: Skeleton, unordered: Sequence[int], touched: Sequence[int]) ->
 
 
 def _check_order(plan: Columns, roots: Mapping[str, Ids]) -> None:
-    """Check that unordered ops touch no common value of which one is written, nor buffers at common addresses."""
+    """Check that unordered ops share no value that one of them writes, and touch no buffers at common addresses."""
     for i, b, m, other in plan.rivals:
         if plan.share_bytes(b, m):
             text = f"{plan.say_op(i)} writes {plan.say(b)}, {plan.say_op(other)} touches {plan.say(m)}"
@@ -171,7 +169,7 @@ def _check_order(plan: Columns, roots: Mapping[str, Ids]) -> None:
 
 
 def _unordered_ops(before: Sequence[int]) -> list[int]:
-    """For each op, the bit set of the ops of which neither is known to end before the other starts."""
+    """For each op, the bit set of the ops unordered with it: neither is known to end before the other starts."""
     unordered = [0] * len(before)
     for i, done in enumerate(before):
         missing = done ^ ((1 << i) - 1)  # earlier in program order, unordered with i

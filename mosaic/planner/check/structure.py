@@ -1,4 +1,4 @@
-"""Regions, each op's and buffer's place in them, in-place pairs, operands and edges: what all later checks rely on."""
+"""Regions, each op's and buffer's place in them, in-place pairs, operands and edges, on which all later checks rely."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from itertools import chain, pairwise
 
 from mosaic.planner.check.columns import MAIN, Columns, Ids, Region, Skeleton
 from mosaic.planner.check.operators import OPERATORS
-
-__all__ = ["check_loops", "check_ops", "check_structure"]
 
 
 def check_structure(plan: Skeleton) -> bool:
@@ -120,7 +118,7 @@ def _check_side(plan: Skeleton, i: int, side: str, touched: Ids, named: Ids) -> 
 
 
 def _check_inplace(plan: Skeleton, i: int, written: int, read: int) -> None:
-    """Check that an in-place pair is of a write and a read, and one that the operator allows, where it is known."""
+    """Check that an in-place pair is a write and a read, and that a known operator allows it."""
     if written == read or written not in plan.writes[i] or read not in plan.reads[i]:
         text = f"{plan.say_op(i)} in place: {written} is not written or {read} not read"
         plan.fail("operands", text, (written, read), (i,))

@@ -1,4 +1,4 @@
-"""What a valid plan says that its file alone cannot prove: for readers of a verdict, so that it promises no more.
+"""Claims of a valid plan that its file alone cannot prove: a verdict lists them.
 
 Everything else is derived from the file, or compared with what is.
 """
@@ -12,15 +12,13 @@ from typing import Any, Final, NamedTuple
 from mosaic.planner.check.columns import FULL_STEP, MAIN
 from mosaic.planner.check.operators import OPERATORS
 
-__all__ = ["Unproved", "unproved_claims", "unverified_operators"]
-
 _PROFILE: Final = (
-    "device", "estimated", "device_memory_bytes", "page_bytes", "components.context", "components.library",
+    "device", "capability", "estimated", "device_memory_bytes", "page_bytes", "components.context", "components.library",
 )  # fmt: skip
 
 
 class Unproved(NamedTuple):
-    """A claim that a file repeats on its author's word: which one, and what it would take to prove it."""
+    """An unproved claim of a file, and what would prove it."""
 
     claim: str
     needs: str
@@ -30,7 +28,7 @@ class Unproved(NamedTuple):
 
 
 def unproved_claims(document: Mapping[str, Any]) -> list[Unproved]:
-    """List what a valid document says and `check_plan` cannot prove.
+    """List claims of a valid document that `check_plan` cannot prove.
 
     Parameters
     ----------

@@ -9,8 +9,6 @@ from typing import Any, Final, NamedTuple
 
 from mosaic.planner.check.columns import FROM_START, TO_END, Columns, Gaps, Ids, Skeleton
 
-__all__ = ["check_aliases", "check_fills", "check_roots", "checked_gaps", "derive_fills"]
-
 _Passes = Mapping[str, int]  # loop -> which of the two replayed iterations
 _Cut = tuple[int, str, int]  # axis, loop, factor
 _Piece = frozenset[tuple[_Cut, int]]  # of a value, by the iterations of the loops that cut it
@@ -98,9 +96,9 @@ def _check_alias(plan: Columns, root: int, b: int) -> None:
 
 
 class _Lie(NamedTuple):
-    """How the members of an alias group lie to each other: all that its values' fate takes from a plan's numbers.
+    """The relative layout of an alias group's members: the only numbers of a plan that its values depend on.
 
-    So a group that is found sound is sound in every plan of its skeleton in which it lies as it does.
+    So a valid group is valid in every plan of its skeleton with the same layout.
     """
 
     group: tuple[int, ...]
@@ -231,11 +229,11 @@ class _Walk:
             self._stale.setdefault((i, old), text)
 
     def _piece(self, i: int, b: int, passes: _Passes) -> _Piece:
-        """What op i sees of a member in these iterations of the loops outside which the member lives."""
+        """The part of a member that op i sees in these iterations of the loops around, if the member lives outside."""
         return frozenset((cut, passes[cut[1]]) for cut in _cuts(self._plan, i, b))
 
     def _without(self, lost: _Piece, written: _Piece) -> Iterator[_Piece]:
-        """Yield what stays lost of a piece when another one is written."""
+        """Yield the parts of a lost piece that stay lost when another piece is written."""
         if _are_apart(lost, written):
             yield lost
             return

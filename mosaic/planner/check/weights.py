@@ -1,6 +1,6 @@
-"""Compare a plan with the addresses at which weights were loaded: a step reads them where they are, or it reads others.
+"""Compare a plan with the addresses at which weights were loaded: a step must read each weight where it is.
 
-A plan file cannot say where weights lie; whoever loaded them can. One plan loads, many plans read.
+A plan file cannot prove where weights lie; the program that loaded them can. One plan loads, many plans read.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from mosaic.planner.check.columns import EXTERNAL, Columns
-
-__all__ = ["WeightMap", "check_weights", "weight_map"]
 
 WeightMap: TypeAlias = Mapping[str, tuple[str, int, int]]
 """Tensor name (of a weight without one, the buffer's name) -> pool, offset and size in bytes."""

@@ -16,10 +16,8 @@ from typing import TypeVar
 
 from .problem import Interval, Problem, group_alignments, groups_of, largest_load, rectangles
 
-__all__ = ["Blocks", "Sections", "Tick", "blocks_of", "on", "paced"]
-
 Tick = Callable[[], object]
-"""What a long pass calls every now and then; it may raise to end the pass."""
+"""A function that long passes call regularly; it may raise to end the pass."""
 
 
 def on() -> None:

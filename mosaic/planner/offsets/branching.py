@@ -72,8 +72,6 @@ from .memory import (
 )
 from .propagation import crowded, mark, place, refuse, save, settle, undo
 
-__all__ = ["BY_CHOICES", "BY_FLOOR", "BY_OFFSET", "advance"]
-
 BY_CHOICES, BY_FLOOR, BY_OFFSET = range(3)
 """Rules: the section with the fewest rows that may come next; the one with the lowest floor; the lowest row of all."""
 

@@ -10,8 +10,6 @@ from importlib.util import find_spec
 from types import FunctionType
 from typing import Any
 
-__all__ = ["available", "compiled"]
-
 _PACKAGE = __name__.rpartition(".")[0]
 
 

@@ -14,8 +14,6 @@ from mosaic.errors import MissingExtra
 from .blocks import Blocks
 from .incumbent import Incumbent, Outcome
 
-__all__ = ["solve_cpsat"]
-
 
 def solve_cpsat(blocks: Blocks, best: Incumbent, *, timeout_s: float | None, seed: int, workers: int = 2) -> Outcome:
     """Minimise the peak, starting from the best answer known; without a timeout by CP-SAT's deterministic limit and one worker.

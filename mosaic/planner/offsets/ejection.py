@@ -17,8 +17,6 @@ from .blocks import Blocks, Tick, on
 from .incumbent import Incumbent
 from .neighbours import Neighbours
 
-__all__ = ["Ejection", "squeeze"]
-
 _UNIT = 1_000  # weight of a block of mean area (bytes x time)
 _BUMP = 10 * _UNIT  # what a block gains each time that it fits nowhere; 1 to 30 units did as well, 0.1 did not
 _SMALL_SHARE = 500  # blocks that together never load more than 1/500 of the bound are placed last

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from .blocks import Blocks, Tick, on
 from .stacked import place_in_order
 
-__all__ = ["greedy_by_area", "greedy_by_conflicts", "greedy_by_size"]
-
 
 def greedy_by_size(blocks: Blocks, tick: Tick = on) -> list[int]:
     """Place by decreasing size, ties by decreasing lifetime, then start, then row.

@@ -15,8 +15,6 @@ from mosaic.errors import MissingExtra
 from .blocks import Blocks
 from .incumbent import Outcome
 
-__all__ = ["solve_ilp"]
-
 _MANY_PAIRS = 20_000
 
 

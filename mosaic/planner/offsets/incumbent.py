@@ -12,8 +12,6 @@ from .blocks import Blocks
 from .problem import Solution
 from .validity import Guard
 
-__all__ = ["Incumbent", "OutOfTime", "Outcome"]
-
 _log = logging.getLogger(__name__)
 
 
@@ -23,7 +21,7 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What an outside solver says: offsets (None if none), a proven bound in bytes, whether nothing better exists."""
+    """An outside solver's answer: offsets (None if none), a proven bound in bytes, whether nothing better exists."""
 
     offsets: list[int] | None
     bound: int

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["drop", "improve", "lifted", "move"]
-
 
 def lifted(row: Any, offset: Any, size: Any, alignment: Any, pin_cuts: Any, pin_low: Any, pin_top: Any) -> Any:
     """Return the lowest aligned place at or above `offset` that hits none of the row's pinned neighbours."""

@@ -1,4 +1,4 @@
-"""What searches of one set of blocks share: rows in a fixed order, their sections, neighbours and boundaries."""
+"""Shared by searches of one set of blocks: rows in a fixed order, their sections, neighbours and boundaries."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from .blocks import Blocks
 from .memory import records_of
 from .skyline import PREORDERS, preorder
-
-__all__ = ["Layout", "layout_of"]
 
 _SALTS_SEED: Final = 20240427
 

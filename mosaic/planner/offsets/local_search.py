@@ -15,8 +15,6 @@ from .blocks import Blocks
 from .layout import Layout
 from .memory import FAR
 
-__all__ = ["LocalSearch"]
-
 _MEMORY = 1000  # steps back that late acceptance compares with
 
 

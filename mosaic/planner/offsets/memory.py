@@ -12,10 +12,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["memory_of", "records_of"]
-
 RUNNING, SOLVED, FAILED, FULL = range(4)
-"""What a search comes back with. FULL: the trail needs more room before it can go on."""
+"""The results of a search. FULL: the trail needs more room before it can go on."""
 
 NEW, AGAIN, UNDER_WAY = range(3)
 """Stages: nothing was looked at yet; a turn begins; a turn is under way."""

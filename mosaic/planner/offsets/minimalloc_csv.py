@@ -19,8 +19,6 @@ from mosaic.files import write_atomic
 
 from .problem import BufferId, Interval, Problem, Solution
 
-__all__ = ["capacity_of_name", "names_end", "read_csv", "write_csv"]
-
 _NAMES = {
     "id": "id", "buffer": "id", "buffer_id": "id",
     "lower": "lower", "start": "lower", "begin": "lower",

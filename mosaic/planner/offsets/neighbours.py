@@ -1,4 +1,4 @@
-"""Which blocks share time with a block, without a list of all pairs: a list of what is live after every few starts."""
+"""The blocks that share time with a block, without a list of all pairs: lists of live blocks after every few starts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-
-__all__ = ["Neighbours"]
 
 _STRIDE = 64  # starts from one list to the next
 

@@ -8,8 +8,6 @@ from heapq import heappop, heappush
 from .blocks import Blocks, Tick, on, paced
 from .stacked import place_in_order
 
-__all__ = ["best_fit", "first_fit", "place_online", "program_order"]
-
 
 def first_fit(blocks: Blocks, tick: Tick = on) -> list[int]:
     """Place blocks by start time, each in the lowest hole."""

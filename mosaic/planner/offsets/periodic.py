@@ -16,8 +16,6 @@ import numpy as np
 from .blocks import Blocks
 from .problem import Interval, Problem, united
 
-__all__ = ["Folded", "fold"]
-
 _LEAST_REPEATS = 3
 _MANY_BLOCKS = 6_000
 

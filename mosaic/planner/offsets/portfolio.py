@@ -29,8 +29,6 @@ from .periodic import fold
 from .problem import Problem, Solution
 from .skyline import PREORDERS, skyline
 
-__all__ = ["SOLVERS", "Placer", "capacities_to_ask", "solve"]
-
 SOLVERS: Mapping[str, str] = MappingProxyType(
     {
         "auto": "the portfolio: cheap ones first, then exact and local search in turns",

@@ -17,8 +17,6 @@ from mosaic.errors import UsageError
 
 from .sweep import first_common
 
-__all__ = ["BufferId", "Problem", "Solution", "lower_bound"]
-
 BufferId = int | str
 Interval = tuple[int, int]
 

@@ -1,4 +1,4 @@
-"""What follows from a placement, in plain Python that only indexes: it runs on a list, and compiled on an int64 array.
+"""Propagation of a placement, in plain Python that only indexes: it runs on a list, and compiled on an int64 array.
 
 A section can hold its rest only if the unplaced rows, each above its own lowest place and one on top of the other,
 end below the capacity. Where two neighbouring sections have little to spare, a row that lies in both can begin only
@@ -54,8 +54,6 @@ from .memory import (
     TRAIL,
     TWIN,
 )
-
-__all__ = ["crowded", "mark", "meeting", "place", "refuse", "save", "settle", "subset_sums", "undo"]
 
 
 def save(at: Any, value: Any, m: Any) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from operator import index
 from typing import Any
 
@@ -21,8 +20,6 @@ from numpy.typing import NDArray
 from mosaic.errors import PlanFormatError, UsageError
 
 from .problem import Interval, Problem, Solution, group_alignments, groups_of, integers, rectangles
-
-__all__ = ["Order"]
 
 Int64s = NDArray[np.int64]
 
@@ -42,7 +39,7 @@ class Order:
     alignments : tuple of int
         Bytes, per block.
     pins : tuple of int or None
-        Per block; a pinned block is nobody's edge: the others go around it, see `fixed`.
+        Per block; a pinned block is no block's edge: the others go around it, see `fixed`.
     fixed : tuple of int tuples
         For each block the pinned blocks it shares time with, by ascending offset; empty if there are none.
 
@@ -97,7 +94,11 @@ class Order:
         if sizes.ndim == 1:
             offsets, peak = self._replay_one(sizes.tolist())
             return np.array(offsets, dtype=np.int64), peak
-        return self._replay_many(np.asarray(sizes, dtype=np.int64))
+        if sizes.ndim != 2:
+            raise UsageError(f"sizes have {sizes.ndim} axes; expected [n] or [k, n]")
+        found = [self._replay_one(row) for row in sizes.tolist()]
+        placed = np.array([offsets for offsets, _ in found], dtype=np.int64).reshape(sizes.shape)
+        return placed, np.array([peak for _, peak in found], dtype=np.int64)
 
     def to_json(self) -> dict[str, Any]:
         """Return the order as plain lists of ints."""
@@ -176,7 +177,7 @@ class Order:
     def _around_pins(self, block: int, offset: int, sizes: list[int]) -> int:
         if self.pins[block] is not None:
             for other in self.fixed[block]:
-                self._check_pins(block, other, [sizes[block]], [sizes[other]])
+                self._check_pins(block, other, sizes[block], sizes[other])
             return self._pin(block)
         for other in self.fixed[block]:
             low = self._pin(other)
@@ -185,55 +186,13 @@ class Order:
                 offset += -offset % self.alignments[block]
         return offset
 
-    def _replay_many(self, sizes: Int64s) -> tuple[Int64s, Int64s]:
-        if sizes.ndim != 2:
-            raise UsageError(f"sizes have {sizes.ndim} axes; expected [n] or [k, n]")
-        self._check_sizes(sizes.shape[1], int(sizes.min(initial=0)))
-        layout = self._layout
-        by_block = self._block_sizes_of_batch(sizes)  # [blocks, k], blocks by level
-        tops = np.zeros((len(self.below) + 1, sizes.shape[0]), dtype=np.int64)
-        offsets = np.zeros_like(tops)
-        for level in layout.levels:
-            a, b = level.first, level.last
-            place = offsets[a:b]
-            if level.below is not None:
-                np.maximum.reduce(tops[level.below], axis=1, out=place)
-            if level.alignment is not None:
-                place += -place % level.alignment[:, None]
-            if self.fixed:
-                self._batch_around_pins(level, place, by_block)
-            tops[a:b] = place + by_block[a:b]
-        placed = offsets[layout.block_of_row]
-        if not self._single:
-            placed += layout.distance_of_row[:, None]
-        peaks: Int64s = tops.max(axis=0, initial=0)
-        return placed.T, peaks
-
-    def _batch_around_pins(self, level: _Level, place: Int64s, sizes: Int64s) -> None:
-        where = self._layout.position
-        for i, block in enumerate(self._layout.blocks[level.first : level.last]):
-            pin = self.pins[block]
-            size = sizes[level.first + i]
-            for other in self.fixed[block]:
-                low = self._pin(other)
-                its = sizes[where[other]]
-                top = low + its
-                if pin is not None:
-                    self._check_pins(block, other, size, its)
-                    continue
-                hit = (its > 0) & (size > 0) & (place[i] < top) & (low < place[i] + size)
-                place[i] = np.where(hit, top + -top % self.alignments[block], place[i])
-            if pin is not None:
-                place[i] = pin
-
-    def _check_pins(self, block: int, other: int, size: Any, other_size: Any) -> None:
+    def _check_pins(self, block: int, other: int, mine: int, its: int) -> None:
         low, other_low = self._pin(block), self._pin(other)
-        for mine, its in zip(size, other_size, strict=True):
-            if mine and its and low < other_low + its and other_low < low + mine:
-                raise UsageError(
-                    f"buffers {self.rows[block][0]} and {self.rows[other][0]} are pinned at {low} and {other_low}; "
-                    f"with sizes of {mine} and {its} bytes they overlap"
-                )
+        if mine and its and low < other_low + its and other_low < low + mine:
+            raise UsageError(
+                f"buffers {self.rows[block][0]} and {self.rows[other][0]} are pinned at {low} and {other_low}; "
+                f"with sizes of {mine} and {its} bytes they overlap"
+            )
 
     def _pin(self, block: int) -> int:
         pin = self.pins[block]
@@ -252,95 +211,14 @@ class Order:
         pairs = zip(self.rows, self.distances, strict=True)
         return [max([d + sizes[r] for r, d in zip(row, away, strict=True)]) for row, away in pairs]
 
-    def _block_sizes_of_batch(self, sizes: Int64s) -> Int64s:
-        layout = self._layout
-        if self._single:
-            return np.ascontiguousarray(sizes.T[layout.rows])
-        if not len(layout.rows):
-            return np.zeros((0, sizes.shape[0]), dtype=np.int64)
-        ends = sizes.T[layout.rows] + layout.distances[:, None]
-        sums: Int64s = np.maximum.reduceat(ends, layout.row_cuts, axis=0)
-        return sums
-
     @cached_property
     def _single(self) -> bool:
         """True if every block is one buffer."""
         return len(self.rows) == self.num_buffers
 
-    @cached_property
-    def _layout(self) -> _Layout:
-        return _layout_of(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Level:
-    """Blocks `[first, last)` of the layout: all whose longest chain below has the same length."""
-
-    first: int
-    last: int
-    below: Int64s | None  # [blocks of the level, most edges], padded with an entry that is always 0
-    alignment: Int64s | None  # [blocks of the level], None if all are 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Layout:
-    levels: list[_Level]
-    blocks: list[int]
-    position: list[int]
-    rows: Int64s
-    row_cuts: Int64s
-    distances: Int64s
-    block_of_row: Int64s
-    distance_of_row: Int64s
-
 
 def _numbers(lists: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(map(index, numbers)) for numbers in lists)
-
-
-def _layout_of(order: Order) -> _Layout:
-    n = len(order.below)
-    depth = [0] * n
-    for block, lows in enumerate(order.below):
-        if lows:
-            depth[block] = 1 + max([depth[low] for low in lows])
-    # within a level blocks of few edges come first, so that one of many does not pad all of them
-    widths = [(len(lows) - 1).bit_length() if lows else 0 for lows in order.below]
-    keys = [(depth[block], widths[block]) for block in range(n)]
-    blocks = sorted(range(n), key=keys.__getitem__)
-    position = sorted(range(n), key=blocks.__getitem__)  # a permutation's inverse
-    cuts = [0, *(i for i in range(1, n) if keys[blocks[i]] != keys[blocks[i - 1]]), n] if n else []
-    levels = [_level_of(order, blocks, position, a, b) for a, b in pairwise(cuts)]
-    rows = np.array([row for block in blocks for row in order.rows[block]], dtype=np.int64)
-    distances = np.array([distance for block in blocks for distance in order.distances[block]], dtype=np.int64)
-    counts = np.array([len(order.rows[block]) for block in blocks], dtype=np.int64)
-    block_of_row, distance_of_row = np.empty_like(rows), np.empty_like(rows)
-    block_of_row[rows] = np.repeat(np.arange(n), counts)
-    distance_of_row[rows] = distances
-    return _Layout(
-        levels=levels,
-        blocks=blocks,
-        position=position,
-        rows=rows,
-        row_cuts=np.cumsum(counts) - counts,
-        distances=distances,
-        block_of_row=block_of_row,
-        distance_of_row=distance_of_row,
-    )
-
-
-def _level_of(order: Order, blocks: list[int], position: list[int], first: int, last: int) -> _Level:
-    n = len(blocks)
-    lows = [[position[low] for low in order.below[block]] for block in blocks[first:last]]
-    width = max(map(len, lows))
-    below = np.array([low + [n] * (width - len(low)) for low in lows], dtype=np.int64) if width else None
-    alignments = [order.alignments[block] for block in blocks[first:last]]
-    return _Level(
-        first=first,
-        last=last,
-        below=below,
-        alignment=np.array(alignments, dtype=np.int64) if max(alignments) > 1 else None,
-    )
 
 
 def _order_of(problem: Problem, offsets: Sequence[int]) -> Order:

@@ -13,8 +13,6 @@ from operator import mul
 
 from .blocks import Blocks, Tick, on, paced
 
-__all__ = ["PREORDERS", "preorder", "skyline"]
-
 PREORDERS = ("TWA", "TAW", "ATW", "WAT")
 """Keys, most important first, all decreasing: T the largest load that the block takes part in, W its width in sections,
 A its size times width. Each solves some hard instances at once that the others do not; widths in time units instead of

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from .blocks import Blocks, Tick, on, paced
 from .neighbours import Neighbours
 
-__all__ = ["place_in_order"]
-
 Int64s = NDArray[np.int64]
 _NOT_PLACED = -1
 _MANY_PAIRS = 400_000  # above this, conflict lists cost more than a look at the placed ones each time

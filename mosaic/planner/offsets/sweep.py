@@ -5,8 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-__all__ = ["first_common"]
-
 
 def first_common(
     starts: Sequence[int], ends: Sequence[int], lows: Sequence[int], tops: Sequence[int]

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from .problem import Problem, Solution, first_clash, groups_of, lower_bound, rectangles
 from .sweep import first_common
 
-__all__ = ["Guard", "validate"]
-
 _MANY_PAIRS = 100_000  # above this, a sweep is faster than comparing all pairs
 _LARGEST = 1 << 61  # bytes; beyond, sums are taken of Python's integers
 

@@ -1,4 +1,4 @@
-"""The operators that Mosaic ships, one per file. The file's name is the operator's: one more operator is one more file."""
+"""The operators that Mosaic ships, one per file; the file's name is the operator's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def operator(name: str) -> Operator:
     Raises
     ------
     UnknownName
-        If Mosaic ships none of this name.
+        If Mosaic ships no operator of this name.
 
     Examples
     --------
@@ -40,7 +40,7 @@ def operator(name: str) -> Operator:
 
 
 def find(name: str, given: Mapping[str, Operator]) -> Operator | None:
-    """Return the operator of a name among the given ones and the shipped ones; None if it is neither."""
+    """Return the operator of a name among the given ones and the shipped ones; None if there is none."""
     if name in given:
         return given[name]
     return operator(name) if name in OPERATORS else None

@@ -1,13 +1,10 @@
 """y[T, N*H] = softmax(q k^T * scale) v per sequence and head: bidirectional, varlen, grouped queries.
 
-A query sees every key of its sequence, or with `block` those of its own block of `block` rows and of the blocks before.
-With `sees[T, 2]` row r sees the keys [sees[r, 0], sees[r, 1]) of its sequence, counted from its first: one at least, and
-blocks do not count.
-Queries may be sliced by a region of tokens, keys and values never; y may overwrite q. `span` is the number of keys that
-a query sees on average, rounded up: without blocks the sum of squared sequence lengths over the tokens.
+A query sees every key of its sequence, or with `block` those of its own block of `block` rows and of earlier blocks.
+With `sees[T, 2]` row r sees the keys [sees[r, 0], sees[r, 1]) of its sequence, at least one, and `block` does not
+apply. A region of tokens may slice queries, never keys and values. y may overwrite q. `span` is the mean number of keys
+that a query sees, rounded up: without blocks the sum of squared sequence lengths divided by the tokens.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
@@ -21,7 +18,7 @@ def rules(*, block: int, sees: Spec | None, **_: object) -> None:
 
 
 def require_sees(sees: Spec | None, block: int) -> None:
-    """Refuse a block beside what says which keys each row sees."""
+    """Refuse a block together with visible keys per row."""
     require(sees is None or block == 0, "sees says which keys a row sees, so there is no block")
 
 
@@ -35,7 +32,7 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 
 CUDNN_WORKSPACE_BYTES: Final = 256
-"""What cuDNN's static attention graphs ask for, measured on an H200."""
+"""The requirements of cuDNN's static attention graphs, measured on an H200."""
 
 
 def cudnn_workspace(specs: Specs, attrs: Attrs) -> Dim:
@@ -43,8 +40,8 @@ def cudnn_workspace(specs: Specs, attrs: Attrs) -> Dim:
 
 
 def one_sequence(specs: Specs, attrs: Attrs) -> bool:
-    """Tell whether cuDNN's static graphs serve: one sequence that sees all of itself, heads of a multiple of 8 up to 128,
-    in 16 bits."""
+    """Tell whether cuDNN's static graphs support a launch: one sequence that sees all of itself, heads of a multiple of
+    8 up to 128, in 16 bits."""
     heads = attrs["head_size"] % 8 == 0 and attrs["head_size"] <= 128
     whole = specs["cu_seqlens"].shape == (2,) and attrs.get("block", 0) == 0 and "sees" not in specs
     return whole and heads and specs["q"].dtype in ("bfloat16", "float16")

@@ -1,7 +1,5 @@
 """y = x: a second residual, and every transfer between device and pinned host memory (one of the two a host buffer)."""
 
-from __future__ import annotations
-
 from mosaic.registrar.operator import Implementation, Operator
 
 OPERATOR = Operator(

@@ -1,37 +1,36 @@
-"""Choose which rows of a step go on beyond the layer that it is cut in, by how their importance has changed between two layers.
+"""Choose the rows of a step that continue beyond the cut layer, by the change of their importance between two layers.
 
-FOCUS (Liang et al., "DLLMs Know How to Tame Their Compute Bound", sections 4.1 and 4.2, algorithm 1). Sequence b has the rows
-cu_seqlens[b] to cu_seqlens[b + 1], whose positions ascend. Its block begins at first[b] and has P positions, of which listed[b]
-names some, n in all, as in `token_importance`. Of a row, `status` says whether it can be evicted: 0, it cannot; 1, it is masked
-and has been processed in this block; 2, it is masked and has not. Rows that can, lie in the block. M are those of b, and D of a row
-is the sum over KV heads of after - before at its position. These rows are kept:
+FOCUS (Liang et al., "DLLMs Know How to Tame Their Compute Bound", sections 4.1 and 4.2, algorithm 1). Sequence b has
+the rows cu_seqlens[b] to cu_seqlens[b + 1], whose positions ascend. Its block begins at first[b] and has P positions;
+listed[b] lists n of them, as in `token_importance`. `status` of a row: 0, it cannot be evicted; 1, it is masked and has
+been processed in this block; 2, it is masked and has not. Rows that can be evicted lie in the block. Let M be those of
+b, and D of a row the sum over KV heads of after - before at its position. These rows are kept:
 
-- History. decoded[b] is how many tokens the step before decoded, -1 where there is none that counts. owner[b] is the row of
-  `state` [E, 2] that has a sum and a count, which -1 sets to 0. Otherwise a step is counted: by `history` "cumulative" each, by
-  "block" those that decoded, and by "ema" the sum is an average, the first number or (1 - weight) * average + weight * decoded.
-  The average N is 1 where nothing was counted, and at least 1.
-- Budget. The least integer K >= alpha * N, where alpha * N within a share of 2^-20 above an integer is that integer.
-- Candidates. By `threshold` "deviation" (equation 5) the rows of M with D >= sqrt(sum of D^2 over what is listed / n): the mean
-  of D over it is 0. By "mean" (E.2.2) those with D >= mean + population deviation, both over M.
-- The max(K, candidates) rows of M with the largest D, those of equal D at the lower position first, and all of M if there are no
-  more. Where `keep` is not 0, it is how many (table 3). By `rank` "bottom" those with the least D are taken. Where there are
-  `ranks`, those with the largest number ranks[b, position - first[b]] are, whatever D is, and `rank` says nothing.
-- Context: each row of M whose next position is one of those.
+- History. decoded[b] is the number of tokens that the previous step decoded, -1 if there is none that counts. owner[b]
+  is the row of `state` [E, 2] with a sum and a count, which -1 sets to 0. Otherwise the step is counted: `history`
+  "cumulative" counts each step, "block" each step that decoded tokens, and with "ema" the sum is an average: the first
+  number, then (1 - weight) * average + weight * decoded. The average N is 1 if nothing was counted, and at least 1.
+- Budget. The least integer K >= alpha * N; alpha * N within a relative 2^-20 above an integer counts as that integer.
+- Candidates. With `threshold` "deviation" (equation 5) the rows of M with D >= sqrt(sum of D^2 over the listed
+  positions / n): their mean D is 0. With "mean" (E.2.2) the rows with D >= mean + population deviation, both over M.
+- The max(K, candidates) rows of M with the largest D, ties to the lower position; all of M if there are fewer. `keep`,
+  if not 0, is their number instead (table 3). With `rank` "bottom" the rows with the least D are taken. If `ranks` is
+  given, the rows with the largest ranks[b, position - first[b]] are taken, and neither D nor `rank` matters.
+- Context: each row of M whose next position is that of a row taken so far.
 - All rows of status 0, and rows whose D is not a number.
-- Placeholders: every row of status 2 before one of M among these, so that each position before it has keys (section 4.2:
-  "unprocessed"). By `placeholders` "masked" (algorithm 1, line 18) also every row of status 1 before one.
+- Placeholders: every row of status 2 before a row of M that is kept, so that each position before it has keys (section
+  4.2: "unprocessed"). With `placeholders` "masked" (algorithm 1, line 18) also every row of status 1 before one.
 
-`rows` are their numbers: sequence by sequence, ascending, then 0; sequence b has those from bounds[b] to bounds[b + 1], and total
-is how many there are. seen[b] is the first position beyond every row that is kept, and at least first[b] + progress[b]: the keys
-that kept rows attend to. Where positions from first[b] to first[b] + progress[b] were processed before, it is equation 16's. Sums
-are in float32.
+`rows` are their row numbers: sequence by sequence, ascending, then 0; sequence b has those from bounds[b] to bounds[b +
+1], and total is their number. seen[b] is one past the last kept row's position, and at least first[b] + progress[b]:
+the keys that kept rows attend to. If the positions from first[b] to first[b] + progress[b] were processed before, it is
+equation 16's. Sums are in float32.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, require
 
 READS = (
     "before", "after", "listed", "first", "progress", "status", "positions", "cu_seqlens", "decoded", "owner", "state",
@@ -60,7 +59,7 @@ def rules(
 
 
 def flags(specs: Specs, attrs: Attrs) -> Dim:
-    """Reserve an int32 for every row, whether it is kept, and one for every sequence, how many are."""
+    """Reserve an int32 per row, whether it is kept, and one per sequence, the number of kept rows."""
     return 4 * (specs["status"].shape[0] + specs["owner"].shape[0])
 
 
@@ -74,11 +73,6 @@ OPERATOR = Operator(
     attrs="alpha history threshold placeholders weight=0.0 keep=0 rank='importance'",
     rules=rules,
     moved={"state": "2*B"},
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.evict_tokens"),
-        Implementation(
-            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.evict_tokens", scratch=flags
-        ),
-    ),
+    implementations=kernels_of("evict_tokens", scratch=flags),
     roles={"before": "statistics", "after": "statistics", "rows": "statistics"},
 )

@@ -1,16 +1,12 @@
-"""y = x[rows]: hidden states [C, D] of the rows that will be unembedded, and their positions [C]."""
+"""y = x[rows]: hidden states [C, D] of the rows to unembed, and their positions [C]."""
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Implementation, Operator
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Operator
 
 OPERATOR = Operator(
     name="gather_rows",
     operands="x@:a[S, *D] rows:index[C] -> y:a[C, *D]",
     moved={"x": "y"},
     rate_rows="C",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.gather_rows"),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.gather_rows"),
-    ),
+    implementations=kernels_of("gather_rows"),
 )

@@ -1,9 +1,8 @@
 """y[R, O] = x[R, I] @ weight[e].T for the rows of each expert e; offsets[E+1] bounds the runs."""
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
-from mosaic.registrar.tiles import Tiled, Tiles, linear_tiles
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Operator, Specs
+from mosaic.registrar.tiles import Tiles, linear_tiles
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -17,9 +16,6 @@ OPERATOR = Operator(
     rate="gemm",
     rate_rows="R/E",
     rate_columns="O",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.grouped_linear", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.grouped_linear"),
-    ),
+    implementations=kernels_of("grouped_linear", tiles=tiles),
     roles={"x": "ffn", "y": "ffn"},
 )

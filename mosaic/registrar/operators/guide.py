@@ -4,10 +4,9 @@ The head is linear, so guiding the hidden rows is guiding their logits (LLaDA: u
 on the device; 0 leaves the conditional rows.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
-from mosaic.registrar.tiles import TILE_ROWS, Tile, Tiled, Tiles, compute_dtype
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Operator, Specs
+from mosaic.registrar.tiles import TILE_ROWS, Tile, Tiles, compute_dtype
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -20,9 +19,6 @@ OPERATOR = Operator(
     name="guide",
     operands="x!:a[C, D] uncond:a[C, D] guidance:f32[C]",
     flops="3*x",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.guide", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.guide"),
-    ),
+    implementations=kernels_of("guide", tiles=tiles),
     roles={"x": "logits and head", "uncond": "logits and head"},
 )

@@ -1,9 +1,8 @@
 """x[T, N*H] = per-head RMSNorm with weight[H], in place (query and key norms)."""
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
-from mosaic.registrar.tiles import Tiled, Tiles, norm_tiles
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Operator, Specs
+from mosaic.registrar.tiles import Tiles, norm_tiles
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -16,9 +15,6 @@ OPERATOR = Operator(
     operands="x!:a[*T, N*H] weight:a[H]",
     attrs="eps",
     flops="4*x",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.head_norm", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.head_norm"),
-    ),
+    implementations=kernels_of("head_norm", tiles=tiles),
     roles={"x": "attention"},
 )

@@ -1,24 +1,24 @@
-"""y[T, N*H]: attention to a block's own keys, joined with what is known of the attention to its prefix.
+"""y[T, N*H]: attention to a block's own keys, merged with given attention to its prefix.
 
-FlashBlock (arXiv 2602.05305) keeps the output over the prefix with its log-sum-exp within a block. Sequence b has prefix[b] = P
-keys before its block, at the positions 0 to P - 1, and seen[b] keys in all, its window's own among them: they are stored first
-(`kv_store`). A row at position p attends itself to the keys from P to seen[b]; with `block`, of these to the keys j < (p // block
-+ 1) * block. Over the keys below P its output and log-sum-exp are given: where refreshed[b] is not 0, in its rows of `fresh` and
-`fresh_sums` (`prefix_attention`); elsewhere, and where the step has none, in the states `kept` and `kept_sums`. With P = 0
-there are none. The two are joined as one softmax would have them. A row in no sequence, or that sees no key, is left as it was.
+FlashBlock (arXiv 2602.05305) keeps the output over the prefix with its log-sum-exp within a block. Sequence b has
+prefix[b] = P keys before its block, at the positions 0 to P - 1, and seen[b] keys in all, including those of its
+window, which are stored first (`kv_store`). A row at position p attends to the keys from P to seen[b]; with `block`,
+only to keys j < (p // block + 1) * block. Its output and log-sum-exp over the keys below P are given: if refreshed[b]
+is not 0, in its rows of `fresh` and `fresh_sums` (`prefix_attention`); otherwise, and in a step without these, in the
+states `kept` and `kept_sums`. With P = 0 there are none. Both are merged as one softmax over all keys. A row in no
+sequence, or without a visible key, is unchanged.
 
-The states have a row for each request; that of sequence b is owner[b], in both. For every layer that keeps (`slot` is this one's
-index among them) a row has those of `rows` tokens: kept[owner, slot, p - P, N*H], and kept_sums[owner, slot, p - P, N]. What is
-fresh is written there, but for rows below P, whose block is the one before. Without states, whatever has a prefix is fresh.
-Nothing is ever sliced. y may overwrite q.
+The states have one row per request; sequence b has row owner[b] in both. A row has `rows` tokens of every layer that
+keeps outputs (`slot` is this layer's index among them): kept[owner, slot, p - P, N*H] and kept_sums[owner, slot, p - P,
+N]. Fresh outputs are written there, except for rows below P, which belong to the previous block. Without states, every
+row with a prefix is fresh. Nothing is ever sliced. y may overwrite q.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Spec, Specs, require
 from mosaic.registrar.operators.kv_attention import with_sums
 from mosaic.registrar.operators.kv_store import KV, require_layer
-from mosaic.registrar.tiles import QUERY_ROWS, Tile, Tiled, Tiles, compute_dtype
+from mosaic.registrar.tiles import QUERY_ROWS, Tile, Tiles, compute_dtype
 
 
 def rules(
@@ -61,16 +61,6 @@ OPERATOR = Operator(
     moved={"kv": "2*B*rows*kv_heads*head_size", "kept": "q", "kept_sums": "T*kv_heads"},
     rate="attention",
     rate_rows="T*G*kv_heads",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.joined_attention", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.joined_attention"),
-        Implementation(
-            name="invariant",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.joined_attention:launch_invariant",
-            invariant=True,
-            on_request=True,
-        ),
-    ),
+    implementations=kernels_of("joined_attention", tiles=tiles, invariant="joined_attention:launch_invariant"),
     roles={"q": "attention", "y": "attention", "kept": "attention", "fresh": "attention", "kept_sums": "statistics"},
 )  # fmt: skip

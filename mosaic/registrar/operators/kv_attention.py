@@ -1,30 +1,32 @@
 """y[T, N*H] = softmax(q k^T * scale) v per sequence and head, over keys and values kept in rows of kv[R, L*2*W].
 
-`kv_store` says where the key of a position lies: in an extent of those that its sequence has. Sequence b sees its first
-`seen[b]` keys, its window's own among them: they are stored first. With `block` a query sees those of its own block of
-positions and of the blocks before: at position p the keys j < (p // block + 1) * block. With `sees[T, 2]` row r sees those at
-positions in [sees[r, 0], sees[r, 1]), one at least, and no block counts. Queries and their positions may be
-sliced by a region of tokens, the rest never; y may overwrite q; a row in no sequence, and one that sees no key, is left as
-it was. For the cost model alone: `span`, the keys that a query sees on average, rounded up, and `keys`, those that all
-sequences see together. `parts` are the rows of partial results, per query head, that there is room for (`kv_parts`): with 1,
-a GPU goes through the keys of a tile of queries in one program.
+`kv_store` describes the layout: the key of a position lies in one of its sequence's extents. Sequence b sees its first
+`seen[b]` keys, including those of its window, which are stored first. With `block` a query sees the keys of its own
+block of positions and of earlier blocks: at position p the keys j < (p // block + 1) * block. With `sees[T, 2]` row r
+sees the keys at positions in [sees[r, 0], sees[r, 1]), at least one, and `block` does not apply. A region of tokens may
+slice queries and their positions, nothing else. y may overwrite q. A row in no sequence, or without a visible key, is
+unchanged. For the cost model alone: `span`, the mean number of keys that a query sees, rounded up, and `keys`, the
+number that all sequences see together. `parts` is the room for rows of partial results, per query head (`kv_parts`):
+with 1, a GPU processes all keys of a tile of queries in one program.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, exact, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Spec, Specs, exact, require
 from mosaic.registrar.operators.attention import require_sees
 from mosaic.registrar.operators.kv_store import KV, require_layer
-from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, Tile, Tiled, Tiles, attention_tiles, compute_dtype
+from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, Tile, Tiles, attention_tiles, compute_dtype
 
 QUERIES: Final = f"q:a[T, G*kv_heads*head_size] {KV} seen@:i32[B] cu_seqlens@:i32[B+1] positions:i32[T]"
 ATTRS: Final = "layer kv_heads head_size scale span keys block=0 parts=1"
 SEEN: Final = {"kv": "2*keys*kv_heads*head_size"}
-"""Every key that is seen counts once, and only this layer's part of its row."""
+"""Every visible key counts once, and only this layer's part of its row."""
 
 
 def rules(*, G: Dim, L: Dim, layer: int, scale: float, block: int, sees: Spec | None = None, **_: object) -> None:
@@ -36,7 +38,7 @@ def rules(*, G: Dim, L: Dim, layer: int, scale: float, block: int, sees: Spec | 
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
-    """List the tiles: queries of a group of heads side by side; of 16-bit inputs keys and values, converted."""
+    """List the tiles: queries of a group of heads side by side; converted keys and values for 16-bit inputs."""
     size, dtype = attrs["head_size"], specs["q"].dtype
     compute = compute_dtype(dtype)
     converted = (Tile((KEY_ROWS, size), compute),) * 2 if compute != dtype else ()
@@ -45,25 +47,25 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 
 def with_sums(specs: Specs, attrs: Attrs) -> Tiles:
-    """List the log-sum-exps of a tile of rows, and the tiles above, as if by blocks."""
+    """List the log-sum-exps of a tile of rows, and the tiles above as if with blocks."""
     return Tile((QUERY_ROWS,), compute_dtype(specs["q"].dtype)), *tiles(specs, {**attrs, "block": 1})
 
 
 KV_SEGMENT_KEYS: Final = 1024
-"""Keys that are worth a program of their own."""
+"""Fewest keys of a segment that has a program of its own."""
 KV_SEGMENTS: Final = 16
 """Most segments that a sequence's keys are cut into."""
 KV_SEGMENT_TOKENS: Final = 512
-"""Most tokens of a window times its segments: with the query heads that share keys, programs enough to fill a GPU."""
+"""Most tokens of a window times its segments: with the query heads that share keys, enough programs to fill a GPU."""
 KV_SPLIT_TOKENS: Final = 512
-"""Most tokens of a step whose segments go to programs of their own; with more, the windows fill a GPU."""
+"""Most tokens of a step whose segments have programs of their own; with more, the windows fill a GPU."""
 
 
 def kv_segments(window: int, keys: int) -> int:
-    """Count the segments that the keys which a window of tokens sees are cut into; it depends on nothing but the request.
+    """Count the segments of the keys that a window of tokens sees; it depends on the request alone.
 
-    The results of the segments are joined in order, whether one program computes them all or each has its own: so what a
-    request attends to does not depend, to the bit, on others in its step.
+    The results of segments are joined in order, whether one program computes all of them or each has its own. So a
+    request's result is bit for bit independent of the other requests of its step.
 
     >>> [kv_segments(32, keys) for keys in (1, 1024, 4096, 1 << 17)], kv_segments(64, 1 << 17), kv_segments(2048, 1 << 17)
     ([1, 1, 4, 16], 8, 1)
@@ -78,9 +80,9 @@ KV_SEGMENT_ALIGNED: Final = 128
 
 
 def kv_parts(windows: Sequence[int], keys: Sequence[int]) -> int:
-    """Bound the rows of partial results, per query head, that windows of tokens leave where they see so many keys: `parts`.
+    """Bound the rows of partial results, per query head, of windows with these numbers of tokens and keys: `parts`.
 
-    It is 1, the least value of a dim, where no segment goes to a program of its own.
+    It is 1, the least value of a dim, if no segment has a program of its own.
 
     >>> kv_parts([32], [1 << 17]), kv_parts([32] * 3, [300, 4096, 9000]), kv_parts([32] * 17, [4096] * 17)
     (512, 416, 1)
@@ -95,10 +97,34 @@ def _parts(window: int, keys: int) -> int:
     return min(KV_SEGMENT_TOKENS, window * min(KV_SEGMENTS, -(-keys // KV_SEGMENT_KEYS)))
 
 
+HOPPER: Final = 90
+"""Compute capability of the cards with a kernel of their own: the copy engine brings tiles of keys, and warpgroups multiply."""
+
+
+def whole_lines(specs: Specs, attrs: Attrs) -> bool:
+    """Tell whether the copy engine can read a key of one head as a line of a matrix: 64 or 128 numbers of 16 bits."""
+    return attrs["head_size"] in (64, 128) and specs["q"].dtype == "bfloat16"
+
+
 def segment_results(specs: Specs, attrs: Attrs) -> Dim:
-    """Reserve partial results of segments: a float32 row, its maximum and its sum, of each head."""
+    """Reserve partial results of segments, per head: a float32 row, its maximum and its sum."""
     size = attrs["head_size"]
     return attrs.get("parts", 1) * (exact(specs["q"].shape[-1]) / size) * (size + 2) * 4
+
+
+_CPU, *_PLAIN = kernels_of(
+    "kv_attention", tiles=tiles, scratch=segment_results, row_origin="q", invariant="kv_attention:launch_invariant"
+)
+_NAMES: Final = {"triton": "hopper", "invariant": "hopper_invariant"}
+_HOPPER: Final = [
+    replace(
+        way, name=_NAMES[way.name], kernel=way.kernel.replace("kv_attention", "kv_attention_hopper"), capability=HOPPER,
+        serves=whole_lines,
+    )
+    for way in _PLAIN
+]  # fmt: skip
+ON_CUDA: Final = (*_HOPPER, *_PLAIN)
+"""Those of `prefix_attention`, too: whatever writes a row of y has its maximum and its sum."""
 
 
 OPERATOR = Operator(
@@ -111,26 +137,6 @@ OPERATOR = Operator(
     moved=SEEN,
     rate="attention",
     rate_rows="T*G*kv_heads",
-    implementations=(
-        Implementation(
-            name="cpu", backend="cpu", kernel="mosaic.kernels.kv_attention", scratch=Tiled(tiles), row_origin="q"
-        ),
-        Implementation(
-            name="triton",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.kv_attention",
-            scratch=segment_results,
-            row_origin="q",
-        ),
-        Implementation(
-            name="invariant",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.kv_attention:launch_invariant",
-            scratch=segment_results,
-            row_origin="q",
-            invariant=True,
-            on_request=True,
-        ),
-    ),
+    implementations=(_CPU, *ON_CUDA),
     roles={"q": "attention", "y": "attention"},
 )

@@ -1,22 +1,22 @@
-"""Keys and values of a window of tokens into one layer of the rows that their sequences own in kv[R, L*2*W].
+"""Write the keys and values of a window of tokens into one layer of the rows that their sequences own in kv[R, L*2*W].
 
-Rows are handed out in extents: neighbours that one sequence was given at once. A row of `kv` is the memory of one token; in
-an extent of n rows the memory of all of them is laid out as [L, 2, K, n, H], so that the keys of one layer and head lie side
-by side. Where layers differ in K or H, `layer` counts layers like itself: its keys begin at column `layer` * 2 * K * H.
+Rows are handed out in extents: neighbouring rows that one sequence reserved at once. A row of `kv` is the memory of one
+token. In an extent of n rows the memory of all of them is laid out as [L, 2, K, n, H], so that the keys of one layer
+and head are adjacent. If layers differ in K or H, `layer` counts in units of this layer: its keys begin at column
+`layer` * 2 * K * H.
 
-`extents[X, 4]` lists, sequence after sequence, in order of position: the first row, the rows n, the position whose key comes
-first, and how many tokens of the extent lie before that one. Those of sequence b are `cu_extents[b]` to `cu_extents[b + 1]`. A
-token in no sequence, or at a position that its sequence has no row for, is not kept. k, v and positions may be sliced by a region
-of tokens, the rest never."""
-
-from __future__ import annotations
+`extents[X, 4]` lists, by sequence and in order of position: the first row, the number of rows n, the first position in
+it, and the number of the extent's tokens that precede that one. Sequence b has the extents `cu_extents[b]` to
+`cu_extents[b + 1]`. A token in no sequence, or at a position without a row, is not stored. A region of tokens may slice
+k, v and positions, nothing else."""
 
 from typing import Final
 
-from mosaic.registrar.operator import Dim, Implementation, Operator, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Dim, Operator, require
 
 KV: Final = "kv@#:a[R, L*2*kv_heads*head_size] extents@#:i64[X, 4] cu_extents@:i32[B+1]"
-"""What an operator reads of what is kept. `cu_seqlens` has one number more than there are sequences, B."""
+"""The operands of an operator that reads kept keys. `cu_seqlens` has B + 1 numbers for B sequences."""
 
 
 def rules(*, L: Dim, layer: int, **_: object) -> None:
@@ -24,7 +24,7 @@ def rules(*, L: Dim, layer: int, **_: object) -> None:
 
 
 def require_layer(name: str, layers: Dim, layer: int) -> None:
-    """Refuse a layer whose keys and values the rows do not have."""
+    """Refuse a layer that the rows have no place for."""
     require(bool(0 <= layer < layers), f"'{name}' has keys and values of {layers} layers, not layer {layer}")
 
 
@@ -37,11 +37,6 @@ OPERATOR = Operator(
     attrs="layer head_size",
     rules=rules,
     moved={"kv": "2*k", **dict.fromkeys(("extents", "cu_extents", "cu_seqlens"), "0")},
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.kv_store", row_origin="k"),
-        Implementation(
-            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.kv_store", row_origin="k"
-        ),
-    ),
+    implementations=kernels_of("kv_store", row_origin="k"),
     roles={"k": "attention", "v": "attention"},
 )

@@ -1,9 +1,8 @@
 """y[T, O] = x[T, I] @ weight[O, I].T (+ bias[O])."""
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
-from mosaic.registrar.tiles import Tiled, Tiles, linear_tiles
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Operator, Specs
+from mosaic.registrar.tiles import Tiles, linear_tiles
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -16,15 +15,5 @@ OPERATOR = Operator(
     flops="2*x*O",
     rate="gemm",
     rate_columns="O",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.linear", scratch=Tiled(tiles)),
-        Implementation(name="cublas", backend="cuda", kernel="mosaic.kernels.cuda.linear"),
-        Implementation(
-            name="invariant",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.invariant_linear",
-            invariant=True,
-            on_request=True,
-        ),
-    ),
+    implementations=kernels_of("linear", tiles=tiles, cuda="cublas", invariant="invariant_linear:launch"),
 )

@@ -1,11 +1,10 @@
-"""x[order // k] += scores[order] * y: expert outputs weighted and added to the residual rows they came from."""
-
-from __future__ import annotations
+"""x[order // k] += scores[order] * y: expert outputs, weighted and added to the residual rows that they belong to."""
 
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs
-from mosaic.registrar.tiles import Tile, Tiled, Tiles, compute_dtype
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs
+from mosaic.registrar.tiles import Tile, Tiles, compute_dtype
 
 ROWS: Final = 128
 """Assignments that are added at a time."""
@@ -33,11 +32,6 @@ OPERATOR = Operator(
     name="moe_combine",
     operands="y:a[C*K, D] order:i64[C*K] scores:a[C, K] x!:a[C, D]",
     flops="2*y",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.moe_combine", scratch=Tiled(tiles)),
-        Implementation(
-            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.moe_combine", scratch=inverse
-        ),
-    ),
+    implementations=kernels_of("moe_combine", tiles=tiles, scratch=inverse),
     roles={"x": "hidden"},
 )

@@ -1,17 +1,16 @@
-"""Router of a mixture of experts: scores in float32 of x @ weight[E, D].T, the top k of them, as weights.
+"""Router of a mixture of experts: scores in float32 of x @ weight[E, D].T, and the weights of the top k experts.
 
 scores[C, k] in the activation dtype, experts[C, k] as int64. A score is the softmax over the experts, or the sigmoid of
-each. Experts are chosen by score + bias[E], where there is one, and weighed by the score alone. With `groups` of
-consecutive experts, only those of the `top_groups` groups are chosen from whose two best sum up highest. The weights
-are divided by their sum if `normalize`, then multiplied by `scale`.
+each. Experts are chosen by score + bias[E], if there is a bias, and weighted by the score alone. With `groups` of
+consecutive experts, they are chosen from the `top_groups` groups with the largest sum of their two best scores. The
+weights are divided by their sum if `normalize`, then multiplied by `scale`.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, divides, require
-from mosaic.registrar.tiles import Tile, Tiled, Tiles, compute_dtype
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, divides, require
+from mosaic.registrar.tiles import Tile, Tiles, compute_dtype
 
 
 def rules(*, E: Dim, top_k: int, scoring: str, groups: int, top_groups: int, **_: object) -> None:
@@ -54,7 +53,7 @@ LOGIT_BYTES: Final = 4
 
 
 def logits(specs: Specs, attrs: Attrs) -> Dim:
-    """Reserve the logits in float32, which one launch writes and the next chooses from."""
+    """Reserve the logits in float32, which one launch writes and the next reads."""
     return specs["x"].shape[0] * specs["weight"].shape[0] * LOGIT_BYTES
 
 
@@ -65,11 +64,6 @@ OPERATOR = Operator(
     rules=rules,
     flops="2*x*E",
     rate="gemm",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.moe_route", scratch=Tiled(tiles)),
-        Implementation(
-            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.moe_route", scratch=logits
-        ),
-    ),
+    implementations=kernels_of("moe_route", tiles=tiles, scratch=logits),
     roles={"scores": "ffn", "experts": "ffn"},
 )

@@ -1,11 +1,10 @@
 """Sort assignments by expert, stably: order[C*k] of flat assignment ids, offsets[E+1] of each expert's run."""
 
-from __future__ import annotations
-
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs
-from mosaic.registrar.tiles import Tile, Tiled, Tiles
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs
+from mosaic.registrar.tiles import Tile, Tiles
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -31,11 +30,6 @@ OPERATOR = Operator(
     name="moe_sort",
     operands="experts:i64[C, K] -> order:i64[C*K] offsets:i64[num_experts+1]",
     attrs="num_experts",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.moe_sort", scratch=Tiled(tiles)),
-        Implementation(
-            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.moe_sort", scratch=counts
-        ),
-    ),
+    implementations=kernels_of("moe_sort", tiles=tiles, scratch=counts),
     roles={"order": "ffn", "offsets": "ffn"},
 )

@@ -1,10 +1,9 @@
-"""y[T, F] = silu(h @ gate.T) * (h @ up.T) with h = rms_norm(x[T, D]): all at once, for few rows."""
+"""y[T, F] = silu(h @ gate.T) * (h @ up.T) with h = rms_norm(x[T, D]), in one launch, for few rows."""
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Operator, Specs
 from mosaic.registrar.operators.norm_qkv import normed_tiles
-from mosaic.registrar.tiles import Tile, Tiled, Tiles
+from mosaic.registrar.tiles import Tile, Tiles
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -18,9 +17,6 @@ OPERATOR = Operator(
     flops="4*x*F",
     rate="few_rows",
     rate_columns="2*F",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.norm_gate_up", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.norm_gate_up"),
-    ),
+    implementations=kernels_of("norm_gate_up", tiles=tiles, invariant=False),
     roles={"y": "ffn"},
 )

@@ -1,18 +1,17 @@
-"""q, k and v[T, ...] = rms_norm(x[T, D]) @ weight.T (+ bias): norm and the three projections of attention at once, for few rows.
+"""q, k and v[T, ...] = rms_norm(x[T, D]) @ weight.T (+ bias): norm and three projections in one launch, for few rows.
 
-`arrivals` are 0 before and after: `mosaic.registrar.few_rows` says what counts with them.
+`arrivals` are 0 before and after: counters of the splits, see `mosaic.registrar.few_rows`.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
 from mosaic.registrar.few_rows import partial_floats, require_arrivals, split_count, tile_count
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
-from mosaic.registrar.tiles import Tile, Tiled, Tiles, linear_tiles, norm_tiles, tiles_bytes
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Spec, Specs, require
+from mosaic.registrar.tiles import Tile, Tiles, linear_tiles, norm_tiles, tiles_bytes
 
 PROGRAMS: Final = 384
-"""Enough for a GPU that runs three on each processor."""
+"""Programs that fill a GPU that runs three per multiprocessor."""
 
 
 def rules(
@@ -34,7 +33,7 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 
 def partials(specs: Specs, attrs: Attrs) -> Dim:
-    """Reserve what the splits leave."""
+    """Reserve the partial sums of the splits."""
     count = tile_count(*(specs[f"{name}_weight"].shape[0] for name in "qkv"))
     return 4 * partial_floats(count, split_count(count, specs["x"].shape[1], PROGRAMS))
 
@@ -51,9 +50,6 @@ OPERATOR = Operator(
     moved={"arrivals": "0"},
     rate="few_rows",
     rate_columns="Q + 2*W",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.norm_qkv", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.norm_qkv", scratch=partials),
-    ),
+    implementations=kernels_of("norm_qkv", tiles=tiles, scratch=partials, invariant=False),
     roles={"q": "attention", "k": "attention", "v": "attention"},
 )

@@ -1,23 +1,23 @@
-"""bound[sets, S]: how much attention the voting rows of each sequence can give to the keys of each page, at most, per set of heads.
+"""bound[sets, S]: an upper bound of the attention of each sequence's voting rows to each page's keys, per set of heads.
 
-Quest (Tang et al. 2024, arXiv 2406.10774, section 3), for the rows of a block together as MAGE's equation 2 (arXiv 2602.14209) has
-it. The product of a query with any key of a page is at most u = sum over d of max(q_d * least_d, q_d * largest_d), where least and
-largest are the page's extrema (`page_extrema`). Sequence b has cu_pages[b + 1] - cu_pages[b] = P pages; page p of it has the row
-page_table[cu_pages[b] + p] of `extrema`. Its rows of q are cu_seqlens[b] to cu_seqlens[b + 1]; those with votes 1 vote. With v,
-over the voting rows and the heads of set s, the mean of u (`statistic` "mean", equation 2), the largest u ("max") or the least
-("worst"), bound[s, cu_pages[b] + p] is (1 + max(v, 0)) / (1 + max(-v, 0)): above 0 and in the order of v, as `top_keys` wants it.
-The query heads are divided evenly and in order among `sets`. Where P is 0, or no row votes, nothing is written, nor beyond P.
+Quest (Tang et al. 2024, arXiv 2406.10774, section 3), for all rows of a block as in MAGE's equation 2 (arXiv
+2602.14209). The product of a query with any key of a page is at most u = sum over d of max(q_d * least_d, q_d *
+largest_d), with the page's extrema least and largest (`page_extrema`). Sequence b has cu_pages[b + 1] - cu_pages[b] = P
+pages; its page p has the row page_table[cu_pages[b] + p] of `extrema`. Its rows of q are cu_seqlens[b] to cu_seqlens[b
++ 1]; those with votes 1 vote. Let v be, over the voting rows and the heads of set s, the mean of u (`statistic` "mean",
+equation 2), the largest u ("max") or the least ("worst"). Then bound[s, cu_pages[b] + p] is (1 + max(v, 0)) / (1 +
+max(-v, 0)): above 0 and increasing in v, as `top_keys` requires. The query heads are divided evenly and in order among
+`sets`. If P is 0 or no row votes, nothing is written; columns from P on are not written.
 
-With `rows` above 0 each tile of rows has bounds of its own, as in `key_mass`. Nothing is ever sliced. `columns` is S. `page_span`,
-the mean number of pages that a row is multiplied with, is for the cost model alone.
+With `rows` above 0 each tile of rows has its own bounds, as in `key_mass`. Nothing is ever sliced. `columns` is S.
+`page_span`, the mean number of pages that a row is multiplied with, is for the cost model alone.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Spec, Specs, require
 from mosaic.registrar.operators.key_mass import require_sets, require_tiles
 from mosaic.registrar.operators.kv_store import require_layer
-from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, SCORES, Tile, Tiled, Tiles, compute_dtype
+from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, SCORES, Tile, Tiles, compute_dtype
 
 
 def rules(
@@ -31,7 +31,7 @@ def rules(
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
-    """List the tiles: queries as they are and what of them is above 0, extrema as they are and converted, scores, three columns."""
+    """List the tiles: queries and their positive parts, extrema and their converted copies, scores, three columns."""
     size, dtype = attrs["head_size"], specs["q"].dtype
     compute = compute_dtype(dtype)
     query, pages = Tile((QUERY_ROWS, size), compute), Tile((2, KEY_ROWS, size), dtype)
@@ -60,11 +60,6 @@ OPERATOR = Operator(
     moved={"extrema": "2*columns*tiles*kv_heads*head_size"},
     rate="attention",
     rate_rows="T*M*sets",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.page_bounds", scratch=Tiled(tiles)),
-        Implementation(
-            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.page_bounds", scratch=query_sums
-        ),
-    ),
+    implementations=kernels_of("page_bounds", tiles=tiles, scratch=query_sums),
     roles={"q": "attention", "votes": "statistics", "bound": "statistics"},
 )

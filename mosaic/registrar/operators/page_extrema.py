@@ -1,4 +1,4 @@
-"""Write into extrema[E, W] the least and the largest key of pages, element by element: what Quest summarises a page by.
+"""Write into extrema[E, W] the elementwise minimum and maximum of the keys of pages, Quest's summary of a page.
 
 Quest (Tang et al. 2024, arXiv 2406.10774, section 3). A page is `page` neighbouring keys of a sequence, from a multiple of `page`
 on. Sequence b has cu_pages[b + 1] - cu_pages[b] = P whole pages; page p of it has the row page_table[cu_pages[b] + p] of
@@ -6,15 +6,14 @@ on. Sequence b has cu_pages[b + 1] - cu_pages[b] = P whole pages; page p of it h
 [slots, 2, K, H]: of every sparse layer (`slot` is this one's index among them) the least, then the largest key of each head.
 Rows of other pages, and other slots, are left as they were.
 
-Nothing is ever sliced. `tokens`, the keys that the pages have that are written, about, is for the cost model, and for how many
-programs a GPU starts. Where a key lies, `mosaic.registrar.operators.kv_store` says.
+Nothing is ever sliced. `tokens`, about the number of keys in the written pages, is for the cost model and the number of
+programs on a GPU. `mosaic.registrar.operators.kv_store` describes the layout of keys.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, require
 from mosaic.registrar.operators.kv_store import KV, require_layer
-from mosaic.registrar.tiles import Tile, Tiled, Tiles
+from mosaic.registrar.tiles import Tile, Tiles
 
 
 def rules(*, L: Dim, J: Dim, layer: int, slot: int, page: int, **_: object) -> None:
@@ -36,9 +35,6 @@ OPERATOR = Operator(
     attrs="layer slot page kv_heads head_size tokens",
     rules=rules,
     moved={"kv": "2*tokens*kv_heads*head_size", "extrema": "0"},
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.page_extrema", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.page_extrema"),
-    ),
+    implementations=kernels_of("page_extrema", tiles=tiles),
     roles={"extrema": "statistics"},
 )

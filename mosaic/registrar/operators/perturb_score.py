@@ -1,13 +1,12 @@
 """score[M] = score / temperature[M] + Gumbel noise of keys[M], in place; as it is in rows whose temperature is 0.
 
-The highest k of the outcome are k draws without replacement from softmax(score / temperature): Dream's `alg_temp`.
+The highest k results are k draws without replacement from softmax(score / temperature): Dream's `alg_temp`.
 Source: Kool et al. 2019, "Stochastic Beams and Where to Find Them" (the Gumbel-top-k trick).
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
-from mosaic.registrar.tiles import ROW_NUMBERS, SCORE_ROWS, Tile, Tiled, Tiles
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Operator, Specs
+from mosaic.registrar.tiles import ROW_NUMBERS, SCORE_ROWS, Tile, Tiles
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -19,8 +18,5 @@ OPERATOR = Operator(
     name="perturb_score",
     operands="score!:f32[M] keys:i64[M] temperature:f32[M]",
     flops="4*score",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.perturb_score", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.perturb_score"),
-    ),
+    implementations=kernels_of("perturb_score", tiles=tiles),
 )

@@ -1,17 +1,15 @@
-"""y[T, N*H] and logsumexp[T, N]: `kv_attention`, and the log-sum-exp of the scores that each row and head adds up over.
+"""y[T, N*H] as in `kv_attention`, and logsumexp[T, N]: the log-sum-exp of each row and head's scores.
 
-With it the results over two sets of keys are joined (`joined_attention`): so what a block attends to of its prefix can be kept
-(FlashBlock, arXiv 2602.05305). Operands, attributes and which keys a row sees are those of `kv_attention`; `seen[b]` may be any
-number of first keys. For row r and query head g, logsumexp[r, g] is log(sum over the keys j that r sees of exp(q_r,g · k_j *
-scale)), in float32. A row in no sequence, and one that sees no key, is left as it was in both. q is not overwritten: who joins
-needs it.
+With it, results over two sets of keys are merged (`joined_attention`), so a block's attention to its prefix can be kept
+(FlashBlock, arXiv 2602.05305). Operands, attributes and visible keys are those of `kv_attention`; `seen[b]` may be any
+number of first keys. For row r and query head g, logsumexp[r, g] is log(sum over the keys j that r sees of exp(q_r,g ·
+k_j * scale)), in float32. A row in no sequence, or without a visible key, is unchanged in both. q is not overwritten:
+`joined_attention` reads it.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Implementation, Operator
-from mosaic.registrar.operators.kv_attention import ATTRS, QUERIES, SEEN, rules, segment_results, with_sums
-from mosaic.registrar.tiles import Tiled
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Operator
+from mosaic.registrar.operators.kv_attention import ATTRS, ON_CUDA, QUERIES, SEEN, rules, with_sums
 
 OPERATOR = Operator(
     name="prefix_attention",
@@ -22,30 +20,6 @@ OPERATOR = Operator(
     moved=SEEN,
     rate="attention",
     rate_rows="T*G*kv_heads",
-    implementations=(
-        Implementation(
-            name="cpu",
-            backend="cpu",
-            kernel="mosaic.kernels.prefix_attention",
-            scratch=Tiled(with_sums),
-            row_origin="q",
-        ),
-        Implementation(
-            name="triton",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.prefix_attention",
-            scratch=segment_results,
-            row_origin="q",
-        ),
-        Implementation(
-            name="invariant",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.prefix_attention:launch_invariant",
-            scratch=segment_results,
-            row_origin="q",
-            invariant=True,
-            on_request=True,
-        ),
-    ),
+    implementations=(kernels_of("prefix_attention", tiles=with_sums, row_origin="q")[0], *ON_CUDA),
     roles={"q": "attention", "y": "attention", "logsumexp": "statistics"},
 )

@@ -1,21 +1,20 @@
-"""logsumexp[T, N]: over the prefix of each voting row, the logarithm of what the exponentials of its scores add up to.
+"""logsumexp[T, N]: the log-sum-exp of each voting row and head's scores over the row's prefix.
 
-What MAGE's statistic of keys is normalised by (arXiv 2602.14209, equation 3; `key_mass`). Sequence b has captured[b] = P keys in
-its prefix, at the positions 0 to P - 1. Its rows of q are cu_seqlens[b] to cu_seqlens[b + 1]; those with votes 1 vote. For a voting
-row r and query head g it is log(sum over j < P of exp(q_r,g · k_j * scale)). Rows that do not vote, and those of a sequence
-whose P is 0, hold nothing that may be read.
+It normalises MAGE's statistic of keys (arXiv 2602.14209, equation 3; `key_mass`). Sequence b has captured[b] = P keys
+in its prefix, at the positions 0 to P - 1. Its rows of q are cu_seqlens[b] to cu_seqlens[b + 1]; those with votes 1
+vote. For a voting row r and query head g it is log(sum over j < P of exp(q_r,g · k_j * scale)). Values of rows that do
+not vote, and of sequences with P = 0, are undefined.
 
-q and votes are never sliced. For the cost model alone: `span`, the mean number of keys that a row's sum is over, and `keys`,
-those of all prefixes together. Where a key lies, `mosaic.registrar.operators.kv_store` says.
+q and votes are never sliced. For the cost model alone: `span`, the mean number of keys in a row's sum, and `keys`, the
+number in all prefixes. `mosaic.registrar.operators.kv_store` describes the layout of keys.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, exact
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, exact
 from mosaic.registrar.operators.kv_store import KV, require_layer
-from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, SCORES, Tile, Tiled, Tiles, compute_dtype
+from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, SCORES, Tile, Tiles, compute_dtype
 
 
 def rules(*, L: Dim, layer: int, **_: object) -> None:
@@ -23,7 +22,7 @@ def rules(*, L: Dim, layer: int, **_: object) -> None:
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
-    """List the tiles: queries, keys if they are converted, scores, and vectors of rows."""
+    """List the tiles: queries, converted keys if needed, scores, and vectors of rows."""
     size, dtype = attrs["head_size"], specs["q"].dtype
     compute = compute_dtype(dtype)
     converted = (Tile((KEY_ROWS, size), compute),) if compute != dtype else ()
@@ -32,9 +31,9 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 
 SPLITS: Final = 32
-"""Splits of a prefix, a power of two: it depends on no other request, so that neither does what is selected."""
+"""Splits of a prefix, a power of two. It depends on no other request, and so neither does the selection."""
 SPLIT_KEYS: Final = 256
-"""Least keys of a split; of a short prefix the last ones have none."""
+"""Fewest keys of a split; of a short prefix the last splits are empty."""
 
 
 def sums(specs: Specs, attrs: Attrs) -> Dim:
@@ -55,17 +54,8 @@ OPERATOR = Operator(
     moved={"kv": "keys*kv_heads*head_size"},
     rate="attention",
     rate_rows="T*G*kv_heads",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.prefix_logsumexp", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.prefix_logsumexp", scratch=sums),
-        Implementation(
-            name="invariant",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.prefix_logsumexp:launch_invariant",
-            scratch=sums,
-            invariant=True,
-            on_request=True,
-        ),
+    implementations=kernels_of(
+        "prefix_logsumexp", tiles=tiles, scratch=sums, invariant="prefix_logsumexp:launch_invariant"
     ),
     roles={"q": "attention", "votes": "statistics", "logsumexp": "statistics"},
 )

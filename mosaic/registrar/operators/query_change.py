@@ -1,17 +1,16 @@
-"""change[B]: by how much the queries of each sequence differ from the kept ones, relative to the kept ones; new ones are kept.
+"""change[B]: the relative change of each sequence's queries since they were kept; refreshed ones are kept anew.
 
-What is kept of a block's attention to its prefix is as good as its queries are still those it was computed with (FlashBlock, LoSA:
-arXiv 2602.05305, 2604.12056). Sequence b has prefix[b] = P keys before its block, and its rows of q are cu_seqlens[b] to
-cu_seqlens[b + 1]. Where refreshed[b] is not 0, those at positions p >= P are written to kept[owner[b], p - P, N*H], and
-change[b] is 0. Elsewhere, and where the step has no `refreshed`, change[b] is sqrt(sum of (q - kept)^2 / sum of kept^2), both over
-all its rows and columns: the Frobenius norm of the difference over that of the kept. It is 0 where P is 0, where there are no
-rows, and where the two are alike. Nothing is ever sliced.
+A kept attention output over a prefix is valid as far as the queries are still those that it was computed with
+(FlashBlock, LoSA: arXiv 2602.05305, 2604.12056). Sequence b has prefix[b] = P keys before its block, and its rows of q
+are cu_seqlens[b] to cu_seqlens[b + 1]. If refreshed[b] is not 0, its rows at positions p >= P are written to
+kept[owner[b], p - P, N*H], and change[b] is 0. Otherwise, and in a step without `refreshed`, change[b] is sqrt(sum of
+(q - kept)^2 / sum of kept^2) over all its rows and columns: the Frobenius norm of the difference divided by that of the
+kept queries. It is 0 if P is 0, if there are no rows, or if both are equal. Nothing is ever sliced.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, require
-from mosaic.registrar.tiles import Tile, Tiled, Tiles, compute_dtype
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, require
+from mosaic.registrar.tiles import Tile, Tiles, compute_dtype
 
 
 def rules(*, J: Dim, rows: int, **_: object) -> None:
@@ -39,11 +38,6 @@ OPERATOR = Operator(
     rules=rules,
     flops="5*q",
     moved={"kept": "q"},
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.query_change", scratch=Tiled(tiles)),
-        Implementation(
-            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.query_change", scratch=row_sums
-        ),
-    ),
+    implementations=kernels_of("query_change", tiles=tiles, scratch=row_sums),
     roles={"q": "attention", "kept": "attention", "change": "statistics"},
 )

@@ -1,17 +1,16 @@
-"""y[C] = canvas[rows], and `open_id` where a position is open: where the canvas has -1.
+"""y[C] = canvas[rows], and `open_id` for open positions, which have -1 in the canvas.
 
-A canvas is a state of tokens, one a position, that steps read their windows from and write their decisions to. A row
+A canvas is a state of tokens, one per position; steps read their windows from it and write their decisions to it. A row
 outside the canvas is open.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
-from mosaic.registrar.operator import Implementation, Operator
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Operator
 
 OPEN: Final = -1
-"""What a canvas has where nothing is decided."""
+"""The canvas's value of undecided positions."""
 
 
 OPERATOR = Operator(
@@ -20,9 +19,6 @@ OPERATOR = Operator(
     attrs="open_id",
     moved={"canvas": "rows"},
     rate_rows="C",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.read_canvas"),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.read_canvas"),
-    ),
+    implementations=kernels_of("read_canvas"),
     roles={"y": "hidden"},
 )

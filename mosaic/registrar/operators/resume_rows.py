@@ -1,21 +1,20 @@
-"""What a graph over kept rows goes by: which rows these are, their bounds and positions, and which rows to decide are among them.
+"""The inputs of a graph over kept rows: row numbers, bounds, positions, and the kept rows to decide.
 
-chosen[i] is the number of a token, for i below bounds[B], each once; sequence b has chosen[bounds[b]:bounds[b + 1]]. The graph
-computes `size` rows: kept[i] = chosen[i] and kept_positions[i] = positions[kept[i]], of padding too. There are more where
-another graph computed so. Then all of cu_seqlens is 0 and no row is decided: the graph does nothing to what outlives it.
-Otherwise
+chosen[i], for i below bounds[B], are row numbers of tokens, each once; sequence b has chosen[bounds[b]:bounds[b + 1]].
+The graph computes `size` rows: kept[i] = chosen[i] and kept_positions[i] = positions[kept[i]], padding included. If
+more rows are kept than `size`, all of cu_seqlens is 0 and no row is decided, so the graph changes no state; a larger
+graph must run. Otherwise
 
 - cu_seqlens = bounds.
-- Of rows[m], the numbers of tokens to decide, sequence b has those from cu_rows[b] to cu_rows[b + 1]. Those that are kept, in
-  their order, are the decided ones: decided[d] is the row of `kept` and asked[d] is m, both 0 beyond the last. Sequence b has
-  those from cu_decided[b] to cu_decided[b + 1]. place[m] is d, and -1 where the token is not kept and in padding.
+- Of rows[m], the row numbers to decide, sequence b has those from cu_rows[b] to cu_rows[b + 1]. The kept ones, in their
+  order, are decided: decided[d] is the index in `kept` and asked[d] is m, both 0 after the last. Sequence b has those
+  from cu_decided[b] to cu_decided[b + 1]. place[m] is d, or -1 for rows that are not kept and for padding.
 
-count[0] = bounds[B], whether they fit or not. `most` is the length of decided and asked.
+count[0] = bounds[B], whether the rows fit or not. `most` is the length of decided and asked.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, require
 
 READS = ("chosen", "bounds", "positions", "rows", "cu_rows")
 
@@ -27,7 +26,7 @@ def rules(*, S: Dim, size: Dim, **_: object) -> None:
 
 
 def counts(specs: Specs, attrs: Attrs) -> Dim:
-    """Reserve an int32 for every sequence: how many of its rows are decided."""
+    """Reserve an int32 per sequence: the number of its decided rows."""
     return 4 * specs["bounds"].shape[0]
 
 
@@ -40,11 +39,6 @@ OPERATOR = Operator(
     """,
     attrs="size most",
     rules=rules,
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.resume_rows"),
-        Implementation(
-            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.resume_rows", scratch=counts
-        ),
-    ),
+    implementations=kernels_of("resume_rows", scratch=counts),
     roles={"kept_positions": "statistics", "decided": "statistics", "place": "statistics"},
 )

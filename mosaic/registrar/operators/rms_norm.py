@@ -1,9 +1,8 @@
 """y[T, D] = x / sqrt(mean(x^2) + eps) * weight, in float32, cast back. y may overwrite x."""
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
-from mosaic.registrar.tiles import Tiled, Tiles, norm_tiles
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Operator, Specs
+from mosaic.registrar.tiles import Tiles, norm_tiles
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -17,8 +16,5 @@ OPERATOR = Operator(
     attrs="eps",
     inplace=(("y", "x"),),
     flops="4*x",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.rms_norm", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.rms_norm"),
-    ),
+    implementations=kernels_of("rms_norm", tiles=tiles),
 )

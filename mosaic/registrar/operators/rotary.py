@@ -1,15 +1,15 @@
 """Rotary position embedding (rotate-half) of x[T, N*H] in place, in float32.
 
-Angles are positions * inv_freq; the first R dims of each head turn, R/2 the length of inv_freq. With sequences[T] int32,
-inv_freq[S, R/2] has a row a sequence, and token t turns by row sequences[t]. Cosines and sines are multiplied by `factor`.
+Angles are positions * inv_freq; the first R dims of each head are rotated, R/2 the length of inv_freq. With
+sequences[T] int32, inv_freq[S, R/2] has a row per sequence, and token t uses row sequences[t]. Cosines and sines are
+multiplied by `factor`.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
-from mosaic.registrar.tiles import Tile, Tiled, Tiles, compute_dtype
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Spec, Specs, require
+from mosaic.registrar.tiles import Tile, Tiles, compute_dtype
 
 
 def rules(*, S: tuple[Dim, ...], R: Dim, head_size: int, factor: float, sequences: Spec | None, **_: object) -> None:
@@ -26,7 +26,7 @@ ROWS: Final = 128
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
-    """List the tiles: positions, angles, their cosines or sines, what is turned, and where needed a wide copy."""
+    """List the tiles: positions, angles, their cosines or sines, the rotated dims, and if needed a wide copy."""
     heads, half = specs["x"].shape[1] // attrs["head_size"], specs["inv_freq"].shape[-1]
     compute = compute_dtype(specs["x"].dtype)
     angles = Tile((ROWS, half), "float32")
@@ -41,9 +41,6 @@ OPERATOR = Operator(
     attrs="head_size factor=1.0",
     rules=rules,
     flops="6*x",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.rotary", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.rotary"),
-    ),
+    implementations=kernels_of("rotary", tiles=tiles),
     roles={"x": "attention"},
 )

@@ -1,14 +1,13 @@
-"""Queries normed per head and rotated in place; keys, normed and rotated, and values written to the rows that they are kept in.
+"""Norm per head and rotate queries in place; norm and rotate keys, and write keys and values to the rows of the state.
 
-The same as `head_norm` (where there are norms), `rotary` and `kv_store`, which say what each operand is, at once. k and v are read
-alone. Of q, k, v, positions and sequences a region of tokens may slice the rows.
+Equal to `head_norm` (if there are norms), `rotary` and `kv_store`, which describe the operands, in one launch. k and v
+are not written. A region of tokens may slice the rows of q, k, v, positions and sequences.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Spec, Specs, require
 from mosaic.registrar.operators import kv_store, rotary
-from mosaic.registrar.tiles import Tile, Tiled, Tiles, norm_tiles, tiles_bytes
+from mosaic.registrar.tiles import Tile, Tiles, norm_tiles, tiles_bytes
 
 
 def rules(
@@ -21,7 +20,7 @@ def rules(
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
-    """List a copy of the keys, and the scratch of norms and rotation, in bytes; that of the queries is the larger."""
+    """List a copy of the keys, and the scratch of norms and rotation, in bytes; the queries' is the larger."""
     (rows, width), dtype, size = specs["q"].shape, specs["q"].dtype, attrs["head_size"]
     rotation = rotary.tiles({"x": specs["q"], "inv_freq": specs["inv_freq"]}, attrs)
     norm = norm_tiles(rows, width // size, size, dtype) if "q_norm" in specs else ()
@@ -40,11 +39,6 @@ OPERATOR = Operator(
     rules=rules,
     flops="10*q",
     moved={"kv": "2*k", **dict.fromkeys(("extents", "cu_extents", "cu_seqlens"), "0")},
-    implementations=(
-        Implementation(
-            name="cpu", backend="cpu", kernel="mosaic.kernels.rotary_store", scratch=Tiled(tiles), row_origin="q"
-        ),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.rotary_store", row_origin="q"),
-    ),
+    implementations=kernels_of("rotary_store", tiles=tiles, row_origin="q"),
     roles={"q": "attention", "k": "attention", "v": "attention"},
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A token of each row of logits[C, V] from what top-p and top-k keep, with figures of the kept tokens' softmax.
+"""A token of each row of logits[C, V], sampled from those within top-p and top-k, with statistics of their softmax.
 
 Tokens are ordered by logit, the highest first, ties to the lower id. `top_p`[C] keeps the tokens before which there is no
 more than so much probability of softmax(logits / temperature): those up to the one that passes it (1 and more: all);
@@ -7,10 +7,9 @@ the second, and `entropy`, negative as Dream's: sum p log(p + 1e-10). temperatur
 at 1. keys[C] as in `row_sample`, whose noise this is. Of rows whose `cuts`[C] is 0 nothing is written.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
-from mosaic.registrar.tiles import COUNTER_COLUMNS, COUNTERS, GROUP_RUN, Tile, Tiled, Tiles
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Operator, Specs
+from mosaic.registrar.tiles import COUNTER_COLUMNS, COUNTERS, GROUP_RUN, Tile, Tiles
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -31,10 +30,7 @@ OPERATOR = Operator(
         probability:f32[C] margin:f32[C] entropy:f32[C]
     """,
     flops="10*logits",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.row_nucleus", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.row_nucleus"),
-    ),
+    implementations=kernels_of("row_nucleus", tiles=tiles),
     roles={
         "sample": "statistics",
         "probability": "statistics",

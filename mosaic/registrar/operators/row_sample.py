@@ -4,13 +4,12 @@ keys[C] are the rows' random keys, which the caller derives from seed, request, 
 the device, so that one plan and one captured graph serve every temperature, and rows of several; 0 takes the argmax.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Operator, Specs
 from mosaic.registrar.operators.row_stats import STATISTICS, STATISTICS_OF_C
-from mosaic.registrar.tiles import Tiled, Tiles, sample_tiles, statistics_tiles
+from mosaic.registrar.tiles import Tiles, sample_tiles, statistics_tiles
 
 SAMPLED: Final = (*STATISTICS, "sample", "sample_logit")
 DRAWN: Final = "keys:i64[C] temperature:f32[C]"
@@ -26,9 +25,6 @@ OPERATOR = Operator(
     name="row_sample",
     operands=f"logits:a[C, V] {DRAWN} -> {SAMPLES}",
     flops="10*logits",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.row_sample", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.row_sample"),
-    ),
+    implementations=kernels_of("row_sample", tiles=tiles),
     roles={**dict.fromkeys(SAMPLED, "statistics"), "logits": "logits and head"},
 )

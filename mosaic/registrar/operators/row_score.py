@@ -1,16 +1,15 @@
-"""score[M] of each row from the outputs of `row_stats` or `row_sample`: by what rows are chosen, higher first.
+"""score[M] of each row from the outputs of `row_stats` or `row_sample`: rows are chosen by it, the highest first.
 
-kind `confidence`: exp(sample_logit - logsumexp), the probability of the sample; `margin`: that of the argmax less that of
-the runner-up; `entropy`: -entropy; `random`: a number in (0, 1) of the row's key; `sequential`: -(row index). Rows are
-never sliced: `sequential` counts them.
+kind `confidence`: exp(sample_logit - logsumexp), the probability of the sample; `margin`: the argmax's probability
+minus the runner-up's; `entropy`: -entropy; `random`: a number in (0, 1) from the row's key; `sequential`: -(row index).
+Rows are never sliced: `sequential` counts them.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Implementation, Operator, Spec, Specs, require
-from mosaic.registrar.tiles import ROW_NUMBERS, SCORE_ROWS, Tile, Tiled, Tiles
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Operator, Spec, Specs, require
+from mosaic.registrar.tiles import ROW_NUMBERS, SCORE_ROWS, Tile, Tiles
 
 KINDS: Final = ("confidence", "margin", "entropy", "random", "sequential")
 
@@ -38,10 +37,7 @@ OPERATOR = Operator(
     attrs="kind",
     rules=rules,
     flops="4*M",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.row_score", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.row_score"),
-    ),
+    implementations=kernels_of("row_score", tiles=tiles),
     roles={
         "maximum": "statistics",
         "second": "statistics",

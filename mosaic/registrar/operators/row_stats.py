@@ -1,15 +1,14 @@
 """Statistics of each row of logits[C, V]: argmax, maximum, second largest, log-sum-exp, entropy."""
 
-from __future__ import annotations
-
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
-from mosaic.registrar.tiles import Tiled, Tiles, statistics_tiles
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Operator, Specs
+from mosaic.registrar.tiles import Tiles, statistics_tiles
 
 STATISTICS: Final = ("token", "maximum", "second", "logsumexp", "entropy")
 STATISTICS_OF_C: Final = "token:i64[C] maximum:f32[C] second:f32[C] logsumexp:f32[C] entropy:f32[C]"
-"""What every sampler is built from; the argmax takes the lower index on ties."""
+"""The statistics that every sampler uses; the argmax takes the lower index on ties."""
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -20,9 +19,6 @@ OPERATOR = Operator(
     name="row_stats",
     operands=f"logits:a[C, V] -> {STATISTICS_OF_C}",
     flops="6*logits",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.row_stats", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.row_stats"),
-    ),
+    implementations=kernels_of("row_stats", tiles=tiles),
     roles={**dict.fromkeys(STATISTICS, "statistics"), "logits": "logits and head"},
 )

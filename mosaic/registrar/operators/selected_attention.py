@@ -1,26 +1,25 @@
 """y[T, N*H] = softmax(q k^T * scale) v per sequence and head, over selected keys of a prefix and all keys after it.
 
-MAGE (arXiv 2602.14209, section 4, Phase 2 of Algorithm 1). Sequence b has captured[b] = P keys in its prefix and seen[b] keys in
-all, its window's own among them: they are stored first (`kv_store`). A query of set s attends to the keys below P of the pages
-that row owner[b] of `selected` lists for s (`top_keys` says how), and to the keys from P to seen[b]. With `block` a query at
-position p sees, of these, the keys j < (p // block + 1) * block. Sets are those of `key_mass`, also of `tiles` of `rows` rows: a
-query in tile t has the keys that are listed for s * tiles + t. With P = 0 this is `kv_attention`, and no row of `selected` is read.
-A row in no sequence, or that sees no key, is left as it was. q, positions and y may be sliced by a region of tokens, the rest
-never. y may overwrite q.
+MAGE (arXiv 2602.14209, section 4, Phase 2 of Algorithm 1). Sequence b has captured[b] = P keys in its prefix and
+seen[b] keys in all, including those of its window, which are stored first (`kv_store`). A query of set s attends to the
+keys below P in the pages that row owner[b] of `selected` lists for s (`top_keys`), and to the keys from P to seen[b].
+With `block` a query at position p sees only the keys j < (p // block + 1) * block among them. Sets are those of
+`key_mass`, also per tile of `rows` rows: a query in tile t has the pages listed for s * tiles + t. With P = 0 this is
+`kv_attention`, and no row of `selected` is read. A row in no sequence, or without a visible key, is unchanged. A region
+of tokens may slice q, positions and y, nothing else. y may overwrite q.
 
 `attended`, the mean number of keys that a query attends to, is for the cost model alone.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, require
 from mosaic.registrar.operators.key_mass import require_sets, require_tiles
 from mosaic.registrar.operators.kv_attention import tiles
 from mosaic.registrar.operators.kv_store import KV, require_layer
 from mosaic.registrar.operators.top_keys import require_selection
-from mosaic.registrar.tiles import KEY_ROWS, Tile, Tiled, Tiles
+from mosaic.registrar.tiles import KEY_ROWS, Tile, Tiles
 
 
 def rules(
@@ -35,7 +34,7 @@ def rules(
 
 
 def gathered(specs: Specs, attrs: Attrs) -> Tiles:
-    """List positions of selected keys, their places, what is gathered there, and the tiles of `kv_attention` in blocks."""
+    """List positions and places of selected keys, the gathered keys and values, and the tiles of `kv_attention`."""
     keys = Tile((2, KEY_ROWS, attrs["head_size"]), specs["q"].dtype)
     return Tile((attrs["k"],), "int64"), Tile((KEY_ROWS,), "int64"), keys, *tiles(specs, {**attrs, "block": 1})
 
@@ -43,18 +42,18 @@ def gathered(specs: Specs, attrs: Attrs) -> Tiles:
 SPLIT_ROWS: Final = 160 * 128
 """Most partial rows of all splits together."""
 SPLIT_KEYS: Final = 128
-"""Least keys that are worth a program of their own."""
+"""Fewest keys of a split that has a program of its own."""
 
 
 def partials(specs: Specs, attrs: Attrs) -> Dim:
-    """Reserve partial results of rows whose keys are split, whatever the batch: a float32 row, its maximum and its sum."""
+    """Reserve partial results of rows whose keys are split, for any batch: a float32 row, its maximum and its sum."""
     return int(4 * SPLIT_ROWS * (attrs["head_size"] + 2))
 
 
 def splits_of(programs: int, rows: int, keys: int, places: int) -> int:
-    """Count the splits over keys for `programs` programs and `rows` rows of all heads, on a GPU with places for `places`.
+    """Count the splits over keys for `programs` programs and `rows` rows of all heads, on a GPU for `places` programs.
 
-    A row attends to about `keys` keys. The count depends on shapes alone, so that a captured launch serves other lengths.
+    A row attends to about `keys` keys. The count depends on shapes alone, so a captured launch serves other lengths.
 
     >>> [splits_of(programs, 1024, 1056, 264) for programs in (1, 32, 200)]
     [9, 8, 1]
@@ -75,21 +74,8 @@ OPERATOR = Operator(
     moved={"kv": "2*B*k*sets*tiles*head_size", "selected": "B*sets*tiles + B*sets*tiles*k/page"},
     rate="attention",
     rate_rows="T*M*sets",
-    implementations=(
-        Implementation(
-            name="cpu", backend="cpu", kernel="mosaic.kernels.selected_attention", scratch=Tiled(gathered), row_origin="q"
-        ),
-        Implementation(
-            name="triton", backend="cuda", kernel="mosaic.kernels.cuda.selected_attention", scratch=partials, row_origin="q"
-        ),
-        Implementation(
-            name="invariant",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.selected_attention:launch_invariant",
-            row_origin="q",
-            invariant=True,
-            on_request=True,
-        ),
+    implementations=kernels_of(
+        "selected_attention", tiles=gathered, scratch=partials, row_origin="q", invariant="selected_attention:launch_invariant"
     ),
     roles={"q": "attention", "y": "attention", "selected": "statistics"},
 )  # fmt: skip

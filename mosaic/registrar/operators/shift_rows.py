@@ -1,9 +1,8 @@
 """y[M] = max(rows - 1, first row of the sequence): Dream's logit shift, done on indices (row i-1 predicts i)."""
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Implementation, Operator, Specs
-from mosaic.registrar.tiles import Tile, Tiled, Tiles
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Operator, Specs
+from mosaic.registrar.tiles import Tile, Tiles
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -14,8 +13,5 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 OPERATOR = Operator(
     name="shift_rows",
     operands="rows:i64[M] cu_seqlens:i32[B+1] -> y:i64[M]",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.shift_rows", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.shift_rows"),
-    ),
+    implementations=kernels_of("shift_rows", tiles=tiles),
 )

@@ -1,18 +1,17 @@
-"""y[T, O] += x[T, I] @ weight[O, I].T, split over I where few rows would leave most of a GPU idle.
+"""y[T, O] += x[T, I] @ weight[O, I].T, split over I: few rows would otherwise leave most of a GPU idle.
 
-`arrivals` are 0 before and after: `mosaic.registrar.few_rows` says what counts with them.
+`arrivals` are 0 before and after: counters of the splits, see `mosaic.registrar.few_rows`.
 """
-
-from __future__ import annotations
 
 from typing import Final
 
 from mosaic.registrar.few_rows import partial_floats, require_arrivals, split_count, tile_count
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs
-from mosaic.registrar.tiles import Tiled, Tiles, linear_tiles
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs
+from mosaic.registrar.tiles import Tiles, linear_tiles
 
 PROGRAMS: Final = 160
-"""Enough for a GPU that runs one on each processor."""
+"""Programs that fill a GPU that runs one per multiprocessor."""
 
 
 def rules(*, N: Dim, A: Dim, **_: object) -> None:
@@ -24,7 +23,7 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 
 def partials(specs: Specs, attrs: Attrs) -> Dim:
-    """Reserve what the splits leave."""
+    """Reserve the partial sums of the splits."""
     outer, inner = specs["weight"].shape
     count = tile_count(outer)
     return 4 * partial_floats(count, split_count(count, inner, PROGRAMS))
@@ -38,9 +37,6 @@ OPERATOR = Operator(
     moved={"arrivals": "0"},
     rate="few_rows",
     rate_columns="N",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.split_linear_add", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.split_linear_add", scratch=partials),
-    ),
+    implementations=kernels_of("split_linear_add", tiles=tiles, scratch=partials, invariant=False),
     roles={"y": "hidden"},
 )

@@ -1,21 +1,20 @@
-"""importance[B, K, P]: how much attention the voting rows of each sequence give to the positions of its block, per KV head.
+"""importance[B, K, P]: the attention of each sequence's voting rows to the positions of its block, per KV head.
 
 FOCUS (Liang et al., "DLLMs Know How to Tame Their Compute Bound", equations 2 and 15). The block of sequence b begins at position
 first[b] and has P positions. Its keys here are those at first[b] + listed[b, j], offsets that ascend and are followed by -1. Its
 rows of q are cu_seqlens[b] to cu_seqlens[b + 1]; those with votes 1 vote. For a voting row r and a query head g of key-value head
 h, s_j = q_r,g · k_j * scale, m_j is the largest of the s_i with |i - j| <= pool // 2, and p = softmax over j of m. importance[b,
 h, listed[b, j]] is the sum of p_j over the voting rows and the query heads of h, and importance[b, h] is 0 at every other offset.
-So the published importance of a token is the sum over h, and a layer's importances add up to voting rows times query heads: those
-of two layers differ by 0 on average.
+So the published importance of a token is the sum over h, and a layer's importances add up to voting rows times query
+heads: the difference of two layers' importances is 0 on average.
 
-Nothing is ever sliced. Where a key lies, `mosaic.registrar.operators.kv_store` says.
+Nothing is ever sliced. `mosaic.registrar.operators.kv_store` describes the layout of keys.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, require
 from mosaic.registrar.operators.kv_store import KV, require_layer
-from mosaic.registrar.tiles import QUERY_ROWS, Tile, Tiled, Tiles, compute_dtype
+from mosaic.registrar.tiles import QUERY_ROWS, Tile, Tiles, compute_dtype
 
 READS = ("q", "kv", "extents", "cu_extents", "cu_seqlens", "votes", "first", "listed")
 
@@ -48,9 +47,6 @@ OPERATOR = Operator(
     moved={"kv": "listed*kv_heads*head_size"},
     rate="attention",
     rate_rows="T*G*kv_heads",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.token_importance", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.token_importance"),
-    ),
+    implementations=kernels_of("token_importance", tiles=tiles),
     roles={"q": "attention", "votes": "statistics", "importance": "statistics"},
 )

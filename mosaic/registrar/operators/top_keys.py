@@ -1,25 +1,24 @@
-"""Write into selected[E, W] which pages of its prefix each sequence attends to: those with the most attention mass, per set.
+"""Write into selected[E, W] the pages of its prefix that each sequence attends to: by the largest mass, per set.
 
-MAGE (arXiv 2602.14209, section 4, equation 3 and Algorithm 1): `page` 1 is the published choice. Sequence b has captured[b] = P
-keys in its prefix, whose masses are mass[s, cu_keys[b]] and the P - 1 after it (`key_mass`), none below 0. A page is `page`
-neighbouring keys from a multiple of `page` on, cut at P. Chosen are the pages with the largest sums of mass, added up in float32;
-ties go to the lower page. Their count is the least of k / page and the pages that there are; with a `ratio` above 0 also of the
-pages that hold `keys_of(ratio, P)` keys. With `enough` above 0 they are no more than the fewest of these whose masses add up to
-it, in float32: near that sum one page more or less may be chosen.
+MAGE (arXiv 2602.14209, section 4, equation 3 and Algorithm 1): `page` 1 is the published choice. Sequence b has
+captured[b] = P keys in its prefix, with masses mass[s, cu_keys[b]] and the P - 1 after it (`key_mass`), none below 0. A
+page is `page` neighbouring keys from a multiple of `page` on, cut at P. The pages with the largest sums of mass are
+chosen, summed in float32; ties go to the lower page. Their number is the smaller of k / page and the number of pages;
+with a `ratio` above 0 it is also at most the number of pages that hold `keys_of(ratio, P)` keys. With `enough` above 0
+it is the fewest of these pages whose masses add up to it, in float32: near that sum the number may differ by one page.
 
-`selected` is a state with one row for each sequence: that of sequence b is owner[b]. For every sparse layer (`slot` is its index
-among them) and every set it holds 1 + k / page numbers: the count, and the indices of the chosen pages, ascending. What is behind
-them is left as it was, and so are all numbers of a sequence whose P is 0, and those of other slots.
+`selected` is a state with one row per sequence: sequence b has row owner[b]. For every sparse layer (`slot` is its
+index among them) and every set it holds 1 + k / page numbers: the count, then the indices of the chosen pages,
+ascending. Numbers after them are unchanged, as are all numbers of a sequence with P = 0, and of other slots.
 """
-
-from __future__ import annotations
 
 from fractions import Fraction
 from functools import lru_cache
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs, divides, exact, require
-from mosaic.registrar.tiles import Tile, Tiled, Tiles
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, divides, exact, require
+from mosaic.registrar.tiles import Tile, Tiles
 
 
 def rules(*, W: Dim, slot: int, sets: int, k: int, page: int, ratio: float, enough: float, **_: object) -> None:
@@ -29,7 +28,7 @@ def rules(*, W: Dim, slot: int, sets: int, k: int, page: int, ratio: float, enou
 
 
 def require_selection(width: Dim, slot: int, sets: int, k: int, page: int) -> None:
-    """Refuse rows of `selected`, of `width` numbers, that have no place for this slot's pages."""
+    """Refuse rows of `selected`, of `width` numbers, without room for this slot's pages."""
     require(page > 0 and k > 0 and k % page == 0, f"k must be whole pages of {page} keys, not {k}")
     numbers = sets * numbers_of(k, page)
     require(divides(numbers, width), f"selected must be int32[rows, slots * {numbers}], it has {width} columns")
@@ -38,7 +37,7 @@ def require_selection(width: Dim, slot: int, sets: int, k: int, page: int) -> No
 
 
 def numbers_of(k: int, page: int) -> int:
-    """Return how many numbers of a row of `selected` one set has: a count, and the pages.
+    """Return the numbers per set in a row of `selected`: a count, and the pages.
 
     >>> numbers_of(512, 16)
     33
@@ -48,9 +47,9 @@ def numbers_of(k: int, page: int) -> int:
 
 @lru_cache(maxsize=256)
 def fraction_of(ratio: float) -> tuple[int, int]:
-    """Return numerator and denominator of a ratio above 0: of the nearest fraction with a denominator of at most 10^9.
+    """Return numerator and denominator of a ratio above 0: the nearest fraction with a denominator of at most 10^9.
 
-    A decimal of nine places is meant as it is written, and so is 5/6, though a float is neither.
+    So a decimal of up to nine places, or a fraction such as 5/6, is exact, though its float is not.
 
     >>> fraction_of(0.15), fraction_of(5 / 6)
     ((3, 20), (5, 6))
@@ -59,7 +58,7 @@ def fraction_of(ratio: float) -> tuple[int, int]:
 
 
 def keys_of(ratio: float, keys: int) -> int:
-    """Return how many of `keys` keys a ratio above 0 stands for, rounded up.
+    """Return `ratio` of `keys` keys, rounded up, for a ratio above 0.
 
     >>> keys_of(0.15, 100), keys_of(0.15, 101)
     (15, 16)
@@ -69,7 +68,7 @@ def keys_of(ratio: float, keys: int) -> int:
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
-    """List what the pages of one sequence are sorted in."""
+    """List the tiles in which the pages of one sequence are sorted."""
     keys = specs["mass"].shape[1]
     return Tile((keys,), "int64"), Tile((keys,), "float32"), Tile((keys,), "int32")
 
@@ -79,7 +78,7 @@ BINS: Final = 256
 LISTED: Final = 4096
 """Most pages of a prefix and set that are listed as candidates."""
 PLACED: Final = 2
-"""Numbers that say where the bins of a prefix and set lie."""
+"""Numbers that describe the bins of a prefix and set."""
 PARTS: Final = 256
 """Parts that prefixes are cut into, for all sequences and sets together."""
 MOST_PARTS: Final = 32
@@ -106,17 +105,6 @@ OPERATOR = Operator(
     attrs="slot sets k page ratio=0.0 enough=0.0",
     rules=rules,
     moved={"selected": "B*sets + B*sets*k/page"},
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.top_keys", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.top_keys", scratch=lists),
-        Implementation(
-            name="invariant",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.top_keys:launch_invariant",
-            scratch=lists,
-            invariant=True,
-            on_request=True,
-        ),
-    ),
+    implementations=kernels_of("top_keys", tiles=tiles, scratch=lists, invariant="top_keys:launch_invariant"),
     roles={"mass": "statistics", "selected": "statistics"},
 )

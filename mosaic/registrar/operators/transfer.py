@@ -1,4 +1,4 @@
-"""Which rows are committed, by their scores: committed[M], and chosen[M], the token where committed and current elsewhere.
+"""Commit rows by their scores: committed[M], and chosen[M], the token of committed rows and `current` of others.
 
 Sequence b has the rows [cu_rows[b], cu_rows[b + 1]); rows beyond cu_rows[B] are padding, never committed. Its candidates
 are the rows whose `current` is `mask_id`, ordered by score, the highest first, ties to the lower row. No score is NaN.
@@ -8,19 +8,18 @@ are the rows whose `current` is `mask_id`, ordered by score, the highest first, 
 - `threshold`: those with score >= t, and the first whatever its score (Fast-dLLM v1).
 - `dynamic`: those with score > t if they are q or more, else the first q (SDAR, LLaDA2).
 - `above`: those with score > t, perhaps none.
-- `factor`: t holds f >= 0. Of L candidates with scores c_1 >= c_2 >= ..., stop at the first n with c_n < t_n, t_1 = -1 and
-  t_n = 1 - f / (n + 1), or else at the last; the n - 1 before it are committed, and one more where the stop is the first
+- `factor`: t holds f >= 0. Of L candidates with scores c_1 >= c_2 >= ..., stop at the first n with c_n < t_n, t_1 = -1
+  and t_n = 1 - f / (n + 1), or else at the last. The n - 1 before it are committed, and one if the stop is the first
   or the last (Fast-dLLM v1). In float32.
 - `edit`: candidates as `dynamic`; of the other rows those with score > edit_threshold whose token is not `current`
   (LLaDA2.1).
 """
 
-from __future__ import annotations
-
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Implementation, Operator, Spec, Specs, require
-from mosaic.registrar.tiles import Tile, Tiled, Tiles
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Operator, Spec, Specs, require
+from mosaic.registrar.tiles import Tile, Tiles
 
 RULES: Final = ("top", "threshold", "dynamic", "above", "factor", "edit")
 READS: Final = ("token", "score", "current", "cu_rows", "quota", "threshold", "edit_threshold")
@@ -47,9 +46,6 @@ OPERATOR = Operator(
     """,
     attrs="rule mask_id",
     rules=rules,
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.transfer", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.transfer"),
-    ),
+    implementations=kernels_of("transfer", tiles=tiles),
     roles={"token": "statistics", "score": "statistics", "chosen": "statistics", "committed": "statistics"},
 )

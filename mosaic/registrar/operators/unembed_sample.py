@@ -1,13 +1,12 @@
 """The statistics and samples of `row_sample` for x[C, D] @ weight[V, D].T, kept online per vocabulary tile."""
 
-from __future__ import annotations
-
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs
 from mosaic.registrar.operators import unembed_stats
 from mosaic.registrar.operators.row_sample import DRAWN, SAMPLED, SAMPLES
-from mosaic.registrar.tiles import Tiled, Tiles, sample_tiles
+from mosaic.registrar.tiles import Tiles, sample_tiles
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -15,7 +14,7 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 
 SAMPLED_PARTIAL_BYTES: Final = 32
-"""One partial with a sample as well: an int32 token and two float32 more."""
+"""Bytes of a partial with a sample: an int32 token and two float32 more."""
 
 
 def partials(specs: Specs, attrs: Attrs) -> Dim:
@@ -28,9 +27,6 @@ OPERATOR = Operator(
     operands=f"x:a[C, D] weight:a[V, D] {DRAWN} -> {SAMPLES}",
     flops="2*x*V",
     rate="sampled_unembed",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.unembed_sample", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.unembed_sample", scratch=partials),
-    ),
+    implementations=kernels_of("unembed_sample", tiles=tiles, scratch=partials, invariant=False),
     roles={**dict.fromkeys(SAMPLED, "statistics"), "x": "logits and head"},
 )

@@ -1,12 +1,11 @@
 """The statistics of `row_stats` for x[C, D] @ weight[V, D].T, kept online per vocabulary tile: logits never exist."""
 
-from __future__ import annotations
-
 from typing import Final
 
-from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Specs
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs
 from mosaic.registrar.operators.row_stats import STATISTICS, STATISTICS_OF_C
-from mosaic.registrar.tiles import Tile, Tiled, Tiles, statistics_tile, statistics_tiles
+from mosaic.registrar.tiles import Tile, Tiles, statistics_tile, statistics_tiles
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -21,7 +20,7 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 UNEMBED_ROWS: Final = 128
 """Most rows in one tile of the fused unembedding."""
 UNEMBED_PROGRAMS: Final = 320
-"""Most programs that the fused unembedding starts to fill a GPU: two for each multiprocessor of the largest."""
+"""Most programs that the fused unembedding starts to fill a GPU: two per multiprocessor of the largest."""
 UNEMBED_SPLITS: Final = 8
 """Most vocabulary splits of the fused unembedding once its rows fill the GPU; each keeps one partial per row."""
 PARTIAL_BYTES: Final = 20
@@ -31,8 +30,8 @@ PARTIAL_BYTES: Final = 20
 def partials(specs: Specs, attrs: Attrs) -> Dim:
     """Reserve partial statistics per row and vocabulary split, combined by a second launch.
 
-    A bound linear in the rows of the partials of `unembed_splits`: where there are more than `UNEMBED_SPLITS`, the
-    programs are no more than `UNEMBED_PROGRAMS`, of no more than `UNEMBED_ROWS` rows each.
+    The bound is linear in rows. If there are more than `UNEMBED_SPLITS` splits (`unembed_splits`), there are at most
+    `UNEMBED_PROGRAMS` programs of at most `UNEMBED_ROWS` rows each.
     """
     return partial_rows(specs["x"].shape[0]) * PARTIAL_BYTES
 
@@ -43,10 +42,10 @@ def partial_rows(rows: Dim) -> Dim:
 
 
 def unembed_splits(row_tiles: int, places: int) -> int:
-    """Count the vocabulary splits for `row_tiles` tiles of rows on a GPU with places for `places` programs at a time.
+    """Count the vocabulary splits for `row_tiles` tiles of rows on a GPU that runs `places` programs at a time.
 
-    Few tiles need many splits to fill the GPU. With many, of the splits that let the programs of one round share their
-    operands in its cache, those are best that leave the fewest places idle in the last round.
+    Few tiles need many splits to fill the GPU. For many tiles, the count is the one that leaves the fewest places idle
+    in the last round, among those that let the programs of a round share operands in the cache.
 
     >>> [unembed_splits(tiles, 132) for tiles in (1, 16, 24, 128)]
     [132, 8, 5, 8]
@@ -67,9 +66,6 @@ OPERATOR = Operator(
     operands=f"x:a[C, D] weight:a[V, D] -> {STATISTICS_OF_C}",
     flops="2*x*V",
     rate="unembed",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.unembed_stats", scratch=Tiled(tiles)),
-        Implementation(name="triton", backend="cuda", kernel="mosaic.kernels.cuda.unembed_stats", scratch=partials),
-    ),
+    implementations=kernels_of("unembed_stats", tiles=tiles, scratch=partials, invariant=False),
     roles={**dict.fromkeys(STATISTICS, "statistics"), "x": "logits and head"},
 )

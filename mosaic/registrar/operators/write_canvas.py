@@ -1,19 +1,15 @@
-"""canvas[rows] = token where `taken` is not 0; everywhere, if it is left out. `read_canvas` says what a canvas is.
+"""canvas[rows] = token where `taken` is not 0; for all rows if `taken` is left out. `read_canvas` describes a canvas.
 
-Rows are distinct where they are taken; one outside the canvas is that of nobody, and is left out.
+Taken rows are distinct; a row outside the canvas is skipped.
 """
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Implementation, Operator
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Operator
 
 OPERATOR = Operator(
     name="write_canvas",
     operands="token:i64[C] rows:i64[C] canvas!@:i64[R] taken?:u8[C]",
     moved={"canvas": "token"},
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.write_canvas"),
-        Implementation(name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.write_canvas"),
-    ),
+    implementations=kernels_of("write_canvas"),
     roles={"token": "statistics"},
 )

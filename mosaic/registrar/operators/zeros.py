@@ -1,8 +1,7 @@
-"""y[count] = 0, int32: counters for the kernels that leave them so."""
+"""y[count] = 0, int32: counters, which kernels set back to 0."""
 
-from __future__ import annotations
-
-from mosaic.registrar.operator import Implementation, Operator, require
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Operator, require
 
 
 def rules(*, count: int, **_: object) -> None:
@@ -14,8 +13,5 @@ OPERATOR = Operator(
     operands="-> y:i32[count]",
     attrs="count",
     rules=rules,
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.zeros"),
-        Implementation(name="cuda", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.zeros"),
-    ),
+    implementations=kernels_of("zeros", cuda="cuda"),
 )

@@ -1,1 +1,1 @@
-"""How matrices of weights are stored, a scheme per file, behind one `product`."""
+"""Storage schemes of weight matrices, one per file, behind one `product`."""

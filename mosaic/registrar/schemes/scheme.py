@@ -1,7 +1,7 @@
-"""A matrix as a step knows it: parts that a scheme stores it in, and the product that reads them.
+"""Storage schemes of matrices: the parts that a matrix is stored in, and the products that read them.
 
-A model asks for products of bundles and names no scheme; a scheme names its parts and operators and knows no model. Shape
-legend: T rows, E experts, O rows of a matrix, I its columns.
+A model registers products of bundles and names no scheme. A scheme names its parts and operators and knows no model.
+Shape legend: T rows, E experts, O rows of a matrix, I its columns.
 """
 
 from __future__ import annotations
@@ -15,26 +15,24 @@ from mosaic.registrar.operator import Dim, Operator
 if TYPE_CHECKING:
     from mosaic.registrar.graph import Buffer, Graph
 
-__all__ = ["PART", "Bundle", "Matrix", "Part", "Scheme", "part_of", "product"]
-
 PART: Final = "|"
-"""Between a checkpoint's tensor and the name of a part, in the `tensor` of a weight."""
+"""Separates the checkpoint's tensor and the part's name in the `tensor` of a weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """One tensor of a stored matrix [O, I], or of a stack of them [E, O, I].
 
-    It is split with the matrix along the axes that it has: by rows where `rows` is not 0, by columns where `columns` is not.
+    It is sliced with the matrix along its axes: by rows unless `rows` is 0, by columns unless `columns` is 0.
 
     Parameters
     ----------
     name
-        Of its own; the first part may have none.
+        Its own name; the first part may have none.
     dtype
-        Of its elements; the model's, if not given.
+        Of its elements; the model's by default.
     rows, columns
-        Rows and columns of the matrix that one element is for; 0: the part does not have the axis.
+        Rows and columns of the matrix per element; 0: the part does not have the axis.
 
     Examples
     --------
@@ -48,7 +46,7 @@ class Part:
     columns: int = 1
 
     def shape(self, matrix: Sequence[Dim]) -> tuple[Dim, ...]:
-        """Return its shape, from that of the matrix or stack."""
+        """Return its shape, given that of the matrix or stack."""
         *lead, rows, columns = matrix
         axes = ((rows, self.rows), (columns, self.columns))
         return (*lead, *(size if each == 1 else size // each for size, each in axes if each))
@@ -61,15 +59,15 @@ class Scheme:
     Parameters
     ----------
     name
-        In reports.
+        The name in reports.
     parts
-        What a matrix is stored in, in the order in which operators read them; the first has both axes.
+        The parts of a matrix, in the order in which operators read them; the first has both axes.
     linear, linear_add, grouped_linear
-        Operators of products: they read what the shipped ones of these names read, with the parts in the weight's place.
-        Without `grouped_linear` stacks stay plain.
+        Operators of products: their operands are those of the shipped operators of these names, with the parts instead
+        of the weight. Without `grouped_linear` stacks are stored plain.
     encode
-        Called by the runtime with a tensor [O, I] of a checkpoint, on the CPU: returns the parts by name. None: the one part is
-        that tensor.
+        Called by the runtime with a tensor [O, I] of a checkpoint, on the CPU: returns the parts by name. None: the
+        only part is that tensor.
     """
 
     name: str
@@ -80,7 +78,7 @@ class Scheme:
     encode: Callable[[Any], Mapping[str, Any]] | None = None
 
     def sources(self, weights: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Give the checkpoint's tensors, with their shapes, that a plan's weights are made of."""
+        """Give the checkpoint's tensors, with their shapes, that a plan's weights are encoded from."""
         first = self.parts[0]
         for tensor, shape in weights:
             source, name = part_of(tensor)
@@ -91,8 +89,8 @@ class Scheme:
 
 
 class Matrix(NamedTuple):
-    """A matrix [O, I] of a model, or a stack of them [E, O, I]: its buffer's name, its possibly symbolic shape, the checkpoint's
-    tensor, and how it is stored."""
+    """A matrix [O, I] of a model, or a stack of them [E, O, I]: its buffer's name, its possibly symbolic shape, the
+    checkpoint's tensor, and its scheme."""
 
     name: str
     shape: tuple[Dim, ...]
@@ -100,7 +98,7 @@ class Matrix(NamedTuple):
     scheme: Scheme
 
     def bundle(self, dtype: str, declare: Callable[[str, tuple[Dim, ...], str, str], Buffer]) -> Bundle:
-        """Have each part declared, from its name, shape, dtype and tensor; `dtype` is the model's."""
+        """Declare each part by its name, shape, dtype and tensor; `dtype` is the model's."""
         found = []
         for part in self.scheme.parts:
             name, tensor = self.name, self.tensor
@@ -111,7 +109,7 @@ class Matrix(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """A matrix of O = `rows` rows as a step has it: the buffers of its scheme's parts."""
+    """A matrix of O = `rows` rows in a step: the buffers of its scheme's parts."""
 
     scheme: Scheme
     rows: Dim
@@ -119,13 +117,13 @@ class Bundle(NamedTuple):
 
     @property
     def whole(self) -> Buffer:
-        """The matrix, where it is one buffer."""
+        """The matrix, if it is one buffer."""
         (found,) = self.parts
         return found
 
 
 def part_of(tensor: str) -> tuple[str, str]:
-    """Split a weight's `tensor` into that of the checkpoint and the part's name.
+    """Split a weight's `tensor` into the checkpoint's tensor and the part's name.
 
     >>> part_of("o.weight|scale"), part_of("o.weight")
     (('o.weight', 'scale'), ('o.weight', ''))
@@ -145,11 +143,11 @@ def product(
     bias
         [O], added.
     out, onto
-        [T, O]: where it is written, or what it is added to; a new buffer, if neither is given.
+        [T, O]: the buffer that is written, or the one that is added to; a new buffer if neither is given.
     offsets
         int32 [E + 1], of a stack: the first row of x of each matrix.
     arrivals
-        The counts by which splits of a plain product know each other.
+        The counters of a split plain product.
     """
     scheme, operands = matrix.scheme, (x, *matrix.parts)
     operator: str | Operator | None = scheme.linear

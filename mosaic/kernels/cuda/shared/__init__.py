@@ -1,1 +1,1 @@
-"""What kernels of several operators share on CUDA: the one import of triton, random numbers, statistics, tiles."""
+"""Shared by kernels of several operators on CUDA: the one import of triton, random numbers, statistics, tiles."""

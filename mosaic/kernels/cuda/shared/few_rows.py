@@ -1,11 +1,9 @@
 """Products of few rows on CUDA: tiles of weights stream through the processors, each multiplied by all rows.
 
-`mosaic.registrar.few_rows` says how weights are cut. A tile of weights is the left operand of the matrix units and the rows,
-transposed, are the right one: so tensor cores of Hopper, which take 64 rows at least, are full however few rows there are.
-Inputs are added up in order, so a row's result depends on no other row.
+`mosaic.registrar.few_rows` describes how weights are cut. A tile of weights is the left operand of the matrix units and
+the rows, transposed, are the right one: so Hopper's tensor cores, which take at least 64 rows, are full with any number
+of rows. Inputs are added up in order, so a row's result depends on no other row.
 """
-
-from __future__ import annotations
 
 from typing import NamedTuple
 
@@ -14,8 +12,6 @@ from torch import Tensor
 from mosaic.kernels.cuda.shared.launching import DOT_MINIMUM, power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
 from mosaic.registrar.few_rows import FEW_ROWS, partial_floats
-
-__all__ = ["Split", "joined", "padded_rows", "partials_of", "rows_tile", "split_of", "weight_tile"]
 
 
 class Split(NamedTuple):

@@ -1,10 +1,6 @@
 """Float32 numbers as integers of the same order, for exact selection by bisection: shared by transfer and row_nucleus."""
 
-from __future__ import annotations
-
 from mosaic.kernels.cuda.shared.launching import tl, triton
-
-__all__ = ["rank"]
 
 
 @triton.jit

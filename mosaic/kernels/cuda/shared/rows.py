@@ -3,15 +3,11 @@
 A row outside x reads as NaN: a kernel cannot raise, and NaN does not go unnoticed. Of integers it reads as 0.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
-
-__all__ = ["copy_rows"]
 
 # Untuned defaults: 16 elements a thread.
 COLUMNS: Final = 2048

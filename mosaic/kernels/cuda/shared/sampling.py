@@ -1,7 +1,5 @@
 """The random numbers of `mosaic.kernels.shared.sampling` on CUDA, bit for bit: shared by all kernels that draw."""
 
-from __future__ import annotations
-
 import os
 
 from triton.language.extra.cuda import libdevice
@@ -9,27 +7,14 @@ from triton.language.extra.cuda import libdevice
 from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.registrar.tiles import COUNTER_COLUMNS, COUNTERS, GROUP_RUN
 
-__all__ = [
-    "BLOCK",
-    "GUMBEL_SLACK",
-    "RUN",
-    "STRIDE",
-    "exponential",
-    "group_numbers",
-    "gumbel",
-    "random_words",
-    "row_word",
-    "uniform",
-]
-
 STRIDE = tl.constexpr(COUNTERS)
-"""Columns so far apart share a counter."""
+"""Distance of columns that share a counter."""
 BLOCK = tl.constexpr(COUNTER_COLUMNS)
 """Columns of which one row of counters serves all."""
 RUN = tl.constexpr(GROUP_RUN)
 """Neighbouring columns of a group: four runs, a stride apart."""
 GUMBEL_SLACK = tl.constexpr(1e-3)
-"""A hundred times what `gumbel` may be off, so that a bound made with it is one."""
+"""A hundred times the error of `gumbel`, so that a bound made with it holds."""
 _LN2 = tl.constexpr(0.6931471805599453)
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 

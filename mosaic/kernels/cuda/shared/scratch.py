@@ -1,13 +1,9 @@
 """Views of the scratch that a plan sets aside for a launch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from mosaic.errors import RuntimeMemoryError
-
-__all__ = ["floats_of"]
 
 
 def floats_of(kernel: str, scratch: Tensor | None, count: int) -> Tensor:

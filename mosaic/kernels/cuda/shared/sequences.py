@@ -1,12 +1,8 @@
-"""What kernels over sequences of rows share: which rows a tile has, which keys a split has, and floats of a scratch buffer."""
-
-from __future__ import annotations
+"""Shared by kernels over sequences of rows: the rows of a tile, the keys of a split, and floats of a scratch buffer."""
 
 from typing import Final
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
-
-__all__ = ["SEQUENCES", "find_tile", "share_of"]
 
 SEQUENCES: Final = 16
 """Least sequences that a kernel is compiled for, beyond them powers of two."""

@@ -7,11 +7,7 @@ largest logits give second = maximum. Two numbers recur: -200, since 2^-200 is 0
 0 * -inf = NaN; and -1e38, from which a tile of nothing but -inf is measured.
 """
 
-from __future__ import annotations
-
 from mosaic.kernels.cuda.shared.launching import tl, triton
-
-__all__ = ["LAST", "exponentials", "finish", "join", "rebase"]
 
 LAST = tl.constexpr(0x7FFFFFFF)
 """Stands for no column."""

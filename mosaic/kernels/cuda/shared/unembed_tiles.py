@@ -1,15 +1,11 @@
 """Tiles of the fused unembedding: which one, loaded how, and where a narrow one ends every split of the vocabulary."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import Tile, tile_for
 from mosaic.registrar.operators.unembed_stats import UNEMBED_ROWS
-
-__all__ = ["FEW_ROWS", "narrow_columns", "tile_of"]
 
 # Tiles by item size, for many rows and for few, without and with samples. What bounds the product of many rows seems to
 # be how fast tiles come from the L2 cache, 1 / rows + 1 / columns bytes per FLOP: on an H200 (D 4,096, V 126,464,

@@ -1,10 +1,6 @@
-"""Which rows of a sequence vote for keys: of all, or of one tile of their block."""
-
-from __future__ import annotations
+"""The rows of a sequence that vote for keys: all, or those of one tile of their block."""
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
-
-__all__ = ["tile_of_voters", "votes_of"]
 
 
 @triton.jit
