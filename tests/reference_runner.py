@@ -280,12 +280,13 @@ class ReferenceRunner:
             logits = other + (request.guidance + 1) * (logits - other)
         token, score = torch.empty(len(rows), dtype=torch.int64), torch.empty(len(rows))
         noise = torch.zeros_like(logits)
-        if phase.head.samples and request.temperature > 0:
+        head = request.head or phase.head
+        if head.samples and request.temperature > 0:
             assert request.keys is not None
             noise = -sampling.exponentials(request.keys, logits.shape[1]).log()
         for i, row in enumerate(logits):
             scaled = row
-            if phase.head.name == "nucleus":
+            if head.name == "nucleus":
                 scaled = row / request.temperature if request.temperature > 0 else row
                 scaled = kept(scaled, request.top_p, request.top_k)
                 token[i] = (scaled + noise[i]).argmax()

@@ -809,6 +809,7 @@ def test_memory_cases_cover_every_kernel() -> None:
         "unembed_sample",
         "guide",  # test_selection
         "perturb_score",
+        "replace_rows",
         "row_nucleus",
         "row_score",
         "transfer",

@@ -66,7 +66,7 @@ else:
 BACKENDS = ["cpu", pytest.param("triton", marks=MARKS)]
 backends = pytest.mark.parametrize("backend", BACKENDS)
 
-KERNELS = ("guide", "perturb_score", "row_nucleus", "row_score", "transfer")
+KERNELS = ("guide", "perturb_score", "replace_rows", "row_nucleus", "row_score", "transfer")
 
 
 def launched(case: Case, backend: str) -> dict[str, Tensor]:
@@ -332,6 +332,51 @@ def test_each_row_is_cut_by_its_own_settings(backend: str) -> None:
 
 
 @backends
+def test_rows_that_are_not_cut_are_not_written(backend: str) -> None:
+    logits, some = strided(randn(4, 100, scale=2)), turns((0, 1, 1), 4, torch.uint8)
+    case = nucleus_case(logits, temperature=MIXED, top_p=0.9, top_k=20)
+    whole = launched(case, backend)
+    whole, cut = {name: values.clone() for name, values in whole.items()}, some == 1
+    case.operands["cuts"] = some
+    for name, values in launched(case, backend).items():
+        assert torch.equal(values[cut], whole[name][cut]) and (values != whole[name])[~cut].all(), name
+
+
+@backends
+def test_each_row_has_what_it_has_alone_beside_rows_of_other_settings(backend: str) -> None:
+    """To the bit: samples beside greedy rows, which are those of the statistics, and nuclei."""
+    from test_kernels import statistics_outputs
+    from test_sampling import sample_case
+
+    logits = strided(randn(3, 300, scale=2))
+    mixed = launched(sample_case("row_sample", {"logits": logits}, MIXED, 3), backend)
+    statistics = launched(Case("row_stats", {"logits": logits}, statistics_outputs(3)), backend)
+    assert all(torch.equal(mixed[name], values) for name, values in statistics.items())
+    assert (mixed["sample"][0], mixed["sample_logit"][0]) == (statistics["token"][0], statistics["maximum"][0])
+    settings = {"temperature": MIXED, "top_p": (0.5, 1.0, 0.8), "top_k": (0, 5, 9)}
+    cut = launched(nucleus_case(logits, **settings), backend)
+    for row, heat in enumerate(MIXED):
+        drawn = launched(sample_case("row_sample", {"logits": logits}, heat, 3), backend)
+        assert all(torch.equal(mixed[name][row], values[row]) for name, values in drawn.items())
+        kept = launched(nucleus_case(logits, **{name: values[row] for name, values in settings.items()}), backend)
+        assert all(torch.equal(cut[name][row], values[row]) for name, values in kept.items())
+
+
+def replaced(rows: int, dtype: torch.dtype = F32) -> Case:
+    y, x = (randn(rows, seed=seed, scale=9).to(dtype) for seed in (0, 1))
+    return Case("replace_rows", {"y": y, "x": x, "chosen": turns((1, 0, 0, 1, 1), rows, torch.uint8)})
+
+
+@backends
+@pytest.mark.parametrize("dtype", [F32, torch.int64], ids=name_of)
+def test_replace_rows(dtype: torch.dtype, backend: str) -> None:
+    case = replaced(600, dtype)
+    expected = case.operands["x"].where(case.operands["chosen"] == 1, case.operands["y"])
+    assert torch.equal(launched(case, backend)["y"], expected)
+    assert torch.equal(load("replace_rows").reference(**case.operands), expected)
+
+
+@backends
 def test_minus_infinity_is_never_drawn(backend: str) -> None:
     logits = torch.full((30, 40), float("-inf"))
     logits[:, [7, 31]] = 0.5
@@ -585,6 +630,8 @@ def cases(rows: int, vocabulary: int = 300, width: int = 64, dtype: torch.dtype 
     x = randn(rows, width, dtype=dtype)
     yield Case("guide", {"x": x, "uncond": x.clone(), "guidance": torch.full((rows,), 1.5)})
     yield Case("perturb_score", {"score": randn(rows), "keys": some_keys(rows), "temperature": turns(MIXED, rows)})
+    for dtype_of_rows in (F32, torch.int64):
+        yield replaced(rows, dtype_of_rows)
     for kind in row_score.KINDS:
         yield score_case(rows, kind)
     for temperature in (0.0, MIXED):
@@ -636,7 +683,7 @@ def test_scratch_is_one_formula_in_the_rows(dtype: torch.dtype) -> None:
         swap = {37: rows, 2: few, 3: few + 1}
         symbolic = {name: (swap.get(shape[0], shape[0]), *shape[1:]) for name, shape in shapes.items()}
         dtypes = {name: name_of(t.dtype) for name, t in everything.items()}
-        function = scratch_rules("cpu")[case.kernel]
+        function = scratch_rules("cpu").get(case.kernel, lambda *_: 0)
         formula = sympy.sympify(function(symbolic, dtypes, case.attrs))
         assert formula.subs({rows: 37, few: 2}) == function(shapes, dtypes, case.attrs)
 

@@ -281,3 +281,60 @@ def test_requests_that_cannot_be_are_refused_together_with_those_beside_them() -
     with pytest.raises(UsageError, match="session is closed"):
         session.submit(prompt_of(3))
     family.model.close()
+
+
+SAMPLINGS: Mapping[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "llada": ({"gen_length": 8, "block_length": 8, "steps": 4}, [{}, {"temperature": 0.7}, {"temperature": 0.8}]),
+    "dream": (
+        {"gen_length": 8, "steps": 4, "alg": "entropy"},
+        [
+            {},
+            {"top_p": 0.7},
+            {"temperature": 1.0},
+            {"temperature": 0.7, "top_p": 0.6},
+            {"temperature": 1.4, "top_k": 3},
+        ],
+    ),
+    "sdar": (
+        {"gen_length": 16, "remasking": "low_confidence_static"},
+        [
+            {},
+            {"temperature": 1.0},
+            {"temperature": 0.7},
+            {"temperature": 0.9, "top_p": 0.6},
+            {"temperature": 1.2, "top_k": 4},
+        ],
+    ),
+    "llada2": (
+        {"gen_length": 16, "threshold": 0.2},
+        [{}, {"temperature": 1.0}, {"temperature": 0.6, "top_p": 0.8}],
+    ),
+    "fast-dllm-v2": (
+        {"gen_length": 16, "threshold": 0.4},
+        [{}, {"temperature": 1.0}, {"temperature": 0.8}],
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "chosen"), [*((name, None) for name in SAMPLINGS), ("llada", [0, 0])])
+def test_requests_of_any_sampling_share_steps_and_get_what_they_get_alone(name: str, chosen: list[int] | None) -> None:
+    """As many steps as the longest of them takes, whatever their temperatures, top-p and top-k; greedy ones alone draw nothing."""
+    common, ways = SAMPLINGS[name]
+    family = Family(name, debug="poison" if name == "dream" else None)
+    family.submissions = [
+        Submission(
+            prompt=prompt_of(8), config=GenerationConfig(seed=kind, stop_at_eos=False, **common, **way), request_id=kind
+        )
+        for kind, way in enumerate(ways)
+    ]
+    kinds, turns, kernels = chosen or range(len(ways)), 0, set[str]()
+    with Session(family.model) as session:
+        live = session.submit_all([family.submissions[kind] for kind in kinds])
+        while session.live:
+            kernels |= {op["kernel"] for step in session.advance() for op in step.plan.document["ops"]}
+            turns += 1
+    assert kernels.isdisjoint({"row_sample", "unembed_sample", "row_nucleus"}) == (chosen is not None)
+    found = [(one.generation.token_ids.tolist(), one.steps) for one in live if one.generation is not None]
+    assert found == [family.alone(kind) for kind in kinds]
+    assert turns <= max(steps for _, steps in found) + 2  # a prefill, and the keys of what it ends with
+    family.model.close()

@@ -21,6 +21,7 @@ from mosaic.models import load
 from mosaic.models.inputs import Input
 from mosaic.models.parts import (
     CANVAS,
+    EACH,
     ENTERED,
     GUIDED,
     KEPT,
@@ -29,6 +30,7 @@ from mosaic.models.parts import (
     NO_HEAD,
     NUCLEUS,
     SAMPLE,
+    STATISTICS,
     STAYING,
     WHOLE,
     Commit,
@@ -58,6 +60,7 @@ PHASES = (
     FULL_STEP, Phase(logits=LOGITS), Phase(cache=KEPT), Phase(cache=KEPT, head=NO_HEAD), Phase(commit=TOP),
     Phase(head=SAMPLE, commit=Commit(score="random", rule="edit"), guidance=GUIDED),
     Phase(cache=KEPT, head=NUCLEUS, commit=Commit(score="margin", rule="top", perturb=True)),
+    Phase(cache=KEPT, head=EACH, commit=TOP),
     Phase(cache=KEPT, head=SAMPLE, commit=Commit(score="entropy", rule="edit")),
 )  # fmt: skip
 
@@ -194,7 +197,8 @@ def requests_of(phase: Phase, source: random.Random, memory: RowTable) -> list[S
                 sequence=sequence, key_len=start + length + source.randint(0, 20), quota=source.randint(1, 4),
                 threshold=source.random(), edit_threshold=source.random(),
                 temperature=source.random(), top_p=source.random(), top_k=source.randrange(5),
-                score_temperature=source.random(), guidance=source.random(), unconditional=63 - ids, logit_rows=rows.flip(0),
+                score_temperature=source.random(), guidance=source.random(),
+                head=source.choice((STATISTICS, SAMPLE, NUCLEUS)), unconditional=63 - ids, logit_rows=rows.flip(0),
                 states={CANVAS: canvas}, values={"entered": torch.tensor([source.randrange(-2, 9) for _ in ids])},
             )
         )  # fmt: skip
@@ -213,7 +217,7 @@ def expected_inputs(requests: Sequence[StepRequest], shifted: bool) -> dict[str,
         "cu_seqlens": [sum(map(len, tokens[:i])) for i in range(len(tokens) + 1)],
         "rows": [], "unconditional_rows": [], "logit_rows": [], "current": [], "keys": [], "extents": [],
         "cu_extents": [0], "seen": [], "cu_rows": [0], "quota": [], "threshold": [], "edit_threshold": [],
-        "token_rows": [], "decided_rows": [], "entered": [], "entered_rows": [], **{name: [] for name in settings},
+        "token_rows": [], "decided_rows": [], "entered": [], "entered_rows": [], "cuts": [], **{name: [] for name in settings},
     }  # fmt: skip
     total, first = sum(r.token_ids.numel() for r in requests), 0
     for r in requests:
@@ -223,6 +227,7 @@ def expected_inputs(requests: Sequence[StepRequest], shifted: bool) -> dict[str,
             found["unconditional_rows"].append(total + first + (max(row - 1, 0) if shifted else row))
             found["current"].append(int(r.token_ids[row]))
             found["keys"].append(row * 7 + r.token_ids.numel())
+            found["cuts"].append(int(r.head == NUCLEUS))
             for name in settings:
                 found[name].append(getattr(r, name))
         found["logit_rows"] += [first + row for row in reversed(r.rows.tolist())]

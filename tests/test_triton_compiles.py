@@ -161,8 +161,11 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "guide", {"x": x, "uncond": x, "guidance": logsum}
     limits = {"temperature": logsum, "top_p": logsum, "top_k": empty(rows, dtype=torch.int32)}
     drawn = {"sample": some, "probability": logsum, "margin": logsum, "entropy": logsum, "keys": some}
-    for dtype in (torch.bfloat16, wide) if EVERY else (torch.bfloat16,):
-        yield "row_nucleus", {"logits": empty(rows, vocabulary, dtype=dtype), **limits, **drawn}
+    cuts = empty(rows, dtype=torch.uint8)
+    yield "replace_rows", {"y": logsum, "x": logsum, "chosen": cuts}
+    for turn, dtype in enumerate((torch.bfloat16, wide) if EVERY else (torch.bfloat16,)):
+        own = {"cuts": cuts} if turn == 0 else {}
+        yield "row_nucleus", {"logits": empty(rows, vocabulary, dtype=dtype), **limits, **drawn, **own}
     per_sequence = {"quota": empty(4, dtype=torch.int32), "threshold": empty(4, dtype=wide)}
     for turn, rule in enumerate(("top", "threshold", "dynamic", "above", "factor", "edit")):
         for count in (rows, 100_000) if EVERY else (rows, 100_000)[turn % 2 :][:1]:

@@ -1,7 +1,7 @@
 """Sessions: requests of one model, submitted and cancelled at any time, advanced by steps that they share.
 
-Requests share nothing but steps, so each gets the tokens that it would get alone. Requests of one phase and one way of
-sampling form a group and share a step. The group that has waited longest runs next. A request is refused when it is
+Requests share nothing but steps, so each gets the tokens that it would get alone. Requests whose phases one step can serve form
+a group and share it, whatever their sampling. The group that has waited longest runs next. A request is refused when it is
 submitted, or it runs to its end: each of its steps fits beside all live requests of its model's sessions.
 
 If the host decides what a step asks, the device would wait for the host. A group with tokens for two busy steps is split into
@@ -34,6 +34,7 @@ from mosaic.decoding.tabled import ServedSteps, TabledRequest
 from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.errors import UsageError
 from mosaic.models.parts import REQUESTS
+from mosaic.models.phase import shared_phase
 from mosaic.models.step import StepSize, most_rows
 from mosaic.runtime.interrupts import interrupts_held, interrupts_let_through
 from mosaic.runtime.packing import group_of
@@ -492,7 +493,7 @@ class Session(ClosesOnExit):
                 for request in self._asking
             ]
             step = [one for one in asked if one is not None]
-            if not step or len({group_of(one.covering, self._runner.architecture) for one in step}) > 1:
+            if not step or len({group_of(one, self._runner.architecture) for one in step}) > 1:
                 continue
             if doubt <= DOUBT * len(step):
                 self._launch(step)
@@ -512,7 +513,7 @@ class Session(ClosesOnExit):
         for request in among:
             asked = request.pending
             assert asked is not None
-            groups.setdefault(group_of(asked.covering, self._runner.architecture), []).append(request)
+            groups.setdefault(group_of(asked, self._runner.architecture), []).append(request)
         longest = min(among, key=lambda request: request.waiting_since, default=None)
         return next((group for group in groups.values() if longest in group), [])
 
@@ -553,7 +554,6 @@ def _on_device(asked: Sequence[StepRequest]) -> bool:
 
 
 def _of_one_phase(asked: list[StepRequest]) -> list[StepRequest]:
-    """The requests by phases that one step can serve."""
-    if len({request.phase for request in asked}) < 2:
-        return asked
-    return [request.covering for request in asked]
+    """The requests by the phase of the step that serves them all."""
+    phase = shared_phase(request.phase for request in asked)
+    return [request.within(phase) for request in asked]

@@ -23,14 +23,16 @@ _LOWEST = torch.finfo(torch.float32).min
 
 
 def launch(
-    *, logits: Tensor, keys: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, sample: Tensor,
-    probability: Tensor, margin: Tensor, entropy: Tensor, scratch: Tensor | None = None,
+    *, logits: Tensor, keys: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, cuts: Tensor | None = None,
+    sample: Tensor, probability: Tensor, margin: Tensor, entropy: Tensor, scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write the samples and the figures of the rows of logits [C, V]; their settings are read on the host."""
+    """Write the samples and the figures of the rows of logits [C, V], or of those that `cuts` names; settings are read here."""
     tiles = tiles_of("row_nucleus", scratch, {"logits": logits})
     settings = zip(temperature.tolist(), top_p.tolist(), top_k.tolist(), strict=True)
     outputs = [output.numpy() for output in (sample, probability, margin, entropy)]
     for row, own in enumerate(settings):
+        if cuts is not None and not cuts[row]:
+            continue
         results = _nucleus(logits[row], keys[row : row + 1], own, tiles)
         for output, result in zip(outputs, results, strict=True):
             output[row] = result
@@ -79,7 +81,9 @@ def _nucleus(
     return sample, chance, first - second, entropy
 
 
-def reference(*, logits: Tensor, keys: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor) -> dict[str, Tensor]:
+def reference(
+    *, logits: Tensor, keys: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, cuts: Tensor | None = None
+) -> dict[str, Tensor]:
     """Return the samples and the figures from whole sorted rows, in plain PyTorch; E is float32, whatever the dtype."""
     heat, limit, few, vocabulary = temperature[:, None], top_p[:, None], top_k[:, None], logits.shape[1]
     ordered, columns = torch.sort(logits, dim=1, descending=True, stable=True)

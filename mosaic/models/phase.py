@@ -164,9 +164,15 @@ class Phase:
 
     @cached_property
     def covering(self) -> Phase:
-        """A phase whose steps serve requests of this one as well; usually the phase itself."""
-        found = replace(self, tokens=self.tokens.covering, cache=self.cache.covering)
+        """The phase whose steps serve requests of every phase that shares a step with this one."""
+        found = replace(self.any_head, tokens=_covers(self.tokens)[-1], cache=_covers(self.cache)[-1])
         return self if found == self else found
+
+    @cached_property
+    def any_head(self) -> Phase:
+        """The phase whose steps serve requests of every phase that differs from this one in the head alone, if it commits."""
+        head = self.head if self.commit is None else _covers(self.head)[-1]
+        return self if head == self.head else replace(self, head=head)
 
     def shifts(self, arch: Architecture) -> bool:
         """Return whether packing shifts the rows of a shifted model; otherwise an op does.
@@ -192,6 +198,42 @@ class Phase:
         """Return the phase with logits, and with states that other owners have rows of."""
         held = set(open_states).difference(self.states)
         return replace(self, logits=self.logits or logits, held=tuple(sorted(held, key=lambda state: state.name)))
+
+
+def shared_phase(phases: Iterable[Phase]) -> Phase:
+    """Return the phase whose steps serve requests of all of these, which have one covering phase.
+
+    Parts in which they agree stay as they are: what one of them costs more, only a step pays that has it.
+
+    >>> from mosaic.models.parts import KEPT, SAMPLE, Commit
+    >>> greedy, sampled = (Phase(head=head, commit=Commit(score="margin", rule="top")) for head in (STATISTICS, SAMPLE))
+    >>> shared_phase([greedy, greedy]) == greedy, shared_phase([greedy, sampled]) == sampled
+    (True, True)
+    """
+    return _shared(tuple(dict.fromkeys(phases)))
+
+
+@lru_cache(maxsize=1024)
+def _shared(phases: tuple[Phase, ...]) -> Phase:
+    first, *others = phases
+    if not others:
+        return first
+    parts = {kind: _least([getattr(phase, kind) for phase in phases]) for kind in ("tokens", "cache", "head")}
+    return replace(first, **parts)
+
+
+def _least(parts: Sequence[Any]) -> Any:
+    """The least of the parts that cover all of these."""
+    first, *others = map(_covers, parts)
+    return next(part for part in first if all(part in covers for covers in others))
+
+
+def _covers(part: Any) -> list[Any]:
+    """A part and what covers it, the least first."""
+    found = [part]
+    while (more := found[-1].covering) != found[-1]:
+        found.append(more)
+    return found
 
 
 @lru_cache(maxsize=256)

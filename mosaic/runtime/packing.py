@@ -96,8 +96,9 @@ class PackedStep:
 
 
 def group_of(request: StepRequest, arch: Architecture) -> Hashable:
-    """Give the part that the requests of a step have in common: their phase, and the values that a step has once."""
-    return _shared(request, _once(request.phase.inputs(arch)))
+    """Give the part that requests of one step have in common: the phase that covers theirs, and the values that a step has once."""
+    phase = request.phase.covering
+    return phase, *_shared(request, _once(phase.inputs(arch)))
 
 
 def pack_step(
@@ -138,9 +139,9 @@ def pack_step(
 
 def _require_shared(requests: Sequence[StepRequest], declared: Sequence[Input]) -> None:
     once, (first, *others) = _once(declared), requests
-    mine = _shared(first, once)
+    mine = first.phase, *_shared(first, once)
     for request in others:
-        if (own := _shared(request, once)) != mine:
+        if (own := (request.phase, *_shared(request, once))) != mine:
             names = ("phase", *[entry.name for entry in once])
             name, value, other = next(found for found in zip(names, mine, own, strict=True) if found[1] != found[2])
             raise UsageError(
@@ -153,8 +154,8 @@ def _once(declared: Sequence[Input]) -> list[Input]:
 
 
 def _shared(request: StepRequest, once: Sequence[Input]) -> tuple[Any, ...]:
-    """What a step has once: its phase, and these inputs."""
-    return (request.phase, *[entry.of(request) for entry in once])
+    """What a step has once."""
+    return tuple([entry.of(request) for entry in once])
 
 
 def _lengths(request: StepRequest) -> tuple[int, ...]:

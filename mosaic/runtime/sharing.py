@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+from mosaic.models.phase import shared_phase
 from mosaic.models.step import StepSize, most_rows
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class SharedSizes:
         self._all = WeakSet[SharedSizes]() if all_sizes is None else all_sizes
         self._all.add(self)
         self._live: dict[Hashable, Sequence[StepSize]] = {}
-        self._joined: dict[Phase, StepSize] | None = {}
+        self._joined: dict[Phase, StepSize] | None = {}  # by phases that differ in heads alone
 
     def add(self, request: Hashable, largest: Sequence[StepSize]) -> None:
         """Add a live request, with its largest steps."""
@@ -61,23 +62,23 @@ class SharedSizes:
 
 
 def _with(joined: Mapping[Phase, StepSize], more: Iterable[Sequence[StepSize]]) -> dict[Phase, StepSize]:
-    """The steps that requests share, by phase, with the largest steps of others."""
+    """The steps that requests share, by phases that differ in heads alone, with the largest steps of others."""
     found = {phase: [size] for phase, size in joined.items()}
     for largest in more:
         own: dict[Phase, list[StepSize]] = {}
         for size in largest:
-            own.setdefault(size.phase, []).append(size)
+            own.setdefault(size.phase.any_head, []).append(size)
         for phase, sizes in own.items():
             found.setdefault(phase, []).append(_most(sizes))
     return {phase: _join(sizes) for phase, sizes in found.items()}
 
 
 def _join(sizes: Sequence[StepSize]) -> StepSize:
-    """The step that does what several of one phase do."""
+    """The step that does what several do whose phases differ in heads alone."""
     if len(sizes) == 1:
         return sizes[0]
     return StepSize(
-        phase=sizes[0].phase,
+        phase=shared_phase(size.phase for size in sizes),
         windows=tuple([window for size in sizes for window in size.windows]),
         keys=tuple([seen for size in sizes for seen in size.keys]),
         owned=tuple([owned for size in sizes for owned in size.owned]),
@@ -95,11 +96,11 @@ def _sums(states: Iterable[Mapping[State, int]]) -> dict[State, int]:
 
 
 def _most(sizes: Sequence[StepSize]) -> StepSize:
-    """One request's size that is at least as large as each of several sizes of one phase."""
+    """One request's size that is at least as large as each of several sizes, whose phases differ in heads alone."""
     if len(sizes) == 1:
         return sizes[0]
     keys = [seen for size in sizes for seen in size.keys]
     return replace(
-        sizes[0], windows=(max(size.windows[0] for size in sizes),), keys=(max(keys),) if keys else (),
-        rows=max(size.rows for size in sizes), states=most_rows(sizes),
+        sizes[0], phase=shared_phase(size.phase for size in sizes), windows=(max(size.windows[0] for size in sizes),),
+        keys=(max(keys),) if keys else (), rows=max(size.rows for size in sizes), states=most_rows(sizes),
     )  # fmt: skip

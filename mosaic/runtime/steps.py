@@ -14,6 +14,7 @@ from mosaic.models.phase import Phase
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
+    from mosaic.models.parts import Head
     from mosaic.models.state import State
     from mosaic.models.step import StepSize
     from mosaic.planner.plan import Plan
@@ -44,6 +45,8 @@ class StepRequest:
     ----------
     phase
         The kind of step; requests of one phase are packed into one.
+    head
+        Of a phase that covers the request's own: the head of that, whose token and scores its rows get.
     token_ids
         int64 [T], the window: tokens at the positions from `start` on.
     start
@@ -97,18 +100,16 @@ class StepRequest:
     logit_rows: Tensor | None = None
     states: Mapping[State, StateRows] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
-    _covering: StepRequest | None = field(default=None, init=False, repr=False, compare=False)
+    head: Head | None = None
+    _within: dict[Phase, StepRequest] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
-    def covering(self) -> StepRequest:
-        """The same request for a step of the phase that covers its own; the same object whenever it is asked for."""
-        phase = self.phase.covering
-        if phase is self.phase:
+    def within(self, phase: Phase) -> StepRequest:
+        """Return the same request for a step of a phase that covers its own; the same object whenever it is asked for."""
+        if phase is self.phase or phase == self.phase:
             return self
-        if self._covering is None:
-            object.__setattr__(self, "_covering", replace(self, phase=phase))
-        assert self._covering is not None
-        return self._covering
+        if phase not in self._within:
+            self._within[phase] = replace(self, phase=phase, head=self.head or self.phase.head)
+        return self._within[phase]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

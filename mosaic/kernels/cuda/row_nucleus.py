@@ -93,6 +93,7 @@ def row_nucleus_kernel(
     temperature,
     top_p,
     top_k,
+    cuts,
     sample,
     probability,
     margin,
@@ -102,8 +103,12 @@ def row_nucleus_kernel(
     SHIFT: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
+    SOME: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
+    if SOME:  # noqa: SIM102
+        if tl.load(cuts + program) == 0:
+            return
     row = logits + program * stride
     heat = tl.load(temperature + program)
     scale = _LOG2E / tl.where(heat > 0.0, heat, 1.0)
@@ -196,10 +201,10 @@ def row_nucleus_kernel(
 
 
 def launch(
-    *, logits: Tensor, keys: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, sample: Tensor,
-    probability: Tensor, margin: Tensor, entropy: Tensor, scratch: Tensor | None = None,
+    *, logits: Tensor, keys: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, cuts: Tensor | None = None,
+    sample: Tensor, probability: Tensor, margin: Tensor, entropy: Tensor, scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write the samples and the figures of the rows of logits [C, V]."""
+    """Write the samples and the figures of the rows of logits [C, V], or of those that `cuts` names."""
     rows, vocabulary = logits.shape
     row_nucleus_kernel[(rows,)](
         logits,
@@ -207,6 +212,7 @@ def launch(
         temperature,
         top_p,
         top_k,
+        top_k if cuts is None else cuts,  # a stand-in, not touched
         sample,
         probability,
         margin,
@@ -216,5 +222,6 @@ def launch(
         SHIFT=ZERO_BITS.get(logits.dtype, 0),
         TILE=COLUMNS,
         LANES=32 * WARPS,
+        SOME=cuts is not None,
         num_warps=WARPS,
     )

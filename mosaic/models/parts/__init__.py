@@ -4,7 +4,7 @@ from mosaic.models.parts.cache import KEPT, KV, MIXED, WHOLE, CachePolicy
 from mosaic.models.parts.commit import Commit, CommitRule, Rule, Score
 from mosaic.models.parts.cut import Cut, KeptRows
 from mosaic.models.parts.guidance import GUIDED, Guidance
-from mosaic.models.parts.heads import NO_HEAD, NUCLEUS, SAMPLE, STATISTICS, Head
+from mosaic.models.parts.heads import EACH, NO_HEAD, NUCLEUS, SAMPLE, STATISTICS, Head
 from mosaic.models.parts.logits import LOGITS, ReturnedLogits
 from mosaic.models.parts.part import Part
 from mosaic.models.parts.table import HELD_EXTENTS, REQUESTS, TABLED, Tabled
@@ -13,6 +13,7 @@ from mosaic.models.parts.windows import APART, CANVAS, ENTERED, STAYING, Apart, 
 __all__ = [
     "APART",
     "CANVAS",
+    "EACH",
     "ENTERED",
     "GUIDED",
     "HELD_EXTENTS",

@@ -239,6 +239,7 @@ _NOTATION: Final = {
     "read_canvas": _Operator(
         "canvas:int64=R rows:int64=C y:int64=C", "canvas rows", "y", "open_id:n", whole="R", moved="rows y y"
     ),
+    "replace_rows": _Operator("y:a=M x:a=M chosen:uint8=M", "y x chosen", "y"),
     "resume_rows": _Operator(
         "chosen:int64=S bounds:int32=B+1 positions:int32=T rows:int64=M cu_rows:int32=B+1 kept:int64=size "
         "kept_positions:int32=size cu_seqlens:int32=B+1 decided:int64=most asked:int64=most cu_decided:int32=B+1 "
@@ -264,8 +265,8 @@ _NOTATION: Final = {
         ),
     ),
     "row_nucleus": _Operator(
-        "logits=C,*V keys:int64=C temperature:float32=C top_p:float32=C top_k:int32=C sample:int64=C "
-        "probability:float32=C margin:float32=C entropy:float32=C", "logits keys temperature top_p top_k",
+        "logits=C,*V keys:int64=C temperature:float32=C top_p:float32=C top_k:int32=C cuts?:uint8=C sample:int64=C "
+        "probability:float32=C margin:float32=C entropy:float32=C", "logits keys temperature top_p top_k cuts?",
         "sample probability margin entropy", flops="10*C*V",
     ),
     "row_sample": _Operator(
