@@ -67,7 +67,11 @@ class Requests:
         column[Column.PROMPT], column[Column.END], column[Column.LENGTH] = prompt, end, length
         column[Column.PREFIX], column[Column.BLOCK], column[Column.WINDOW] = prefix, block, window
         column[Column.QUOTA], column[Column.MORE] = rng.randint(1, block), rng.randrange(3)
-        column[Column.IN_ORDER], column[Column.TOP_K] = rng.randrange(2), rng.randrange(9)
+        column[Column.IN_ORDER], column[Column.TOP_K], column[Column.CUTS] = (
+            rng.randrange(2),
+            rng.randrange(9),
+            rng.randrange(2),
+        )
         column[Column.NOISE] = key_of(rng.randrange(2**64), rng.randrange(9))
         column[Column.STOP : Column.STOP + 4] = [rng.randrange(20), -1, rng.choice([-1, 5]), -1]
         for setting in (Column.THRESHOLD, Column.TEMPERATURE, Column.TOP_P):
@@ -130,7 +134,7 @@ class Requests:
             "temperature": torch.empty(rows),
             "top_p": torch.empty(rows),
         }
-        outputs["top_k"] = torch.empty(rows, dtype=I32)
+        outputs |= {"top_k": torch.empty(rows, dtype=I32), "cuts": torch.empty(rows, dtype=torch.uint8)}
         return Case("draw_requests", {**given, "decided_rows": decided}, outputs, {})
 
     def advance(self) -> Case:

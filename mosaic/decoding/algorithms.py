@@ -12,7 +12,6 @@ from mosaic.decoding.algorithm import Algorithm
 from mosaic.decoding.config import ALGORITHMS, GenerationConfig, resolve
 from mosaic.decoding.rows import TableRow
 from mosaic.models.architecture import Architecture
-from mosaic.models.parts import STATISTICS
 from mosaic.models.step import StepSize
 from mosaic.registrar.request_table import STOPS
 from mosaic.runtime.sharing import SharedSizes
@@ -43,7 +42,7 @@ def algorithm_of(config: GenerationConfig) -> Algorithm:
 def table_row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> TableRow | None:
     """Return what a table on the device has to know of a request, options resolved; None if a generator decodes it.
 
-    It does if the algorithm does not say, a policy is asked for, tokens are drawn, keys are seen by ranges, or there are more
+    It does if the algorithm does not say, a policy is asked for, keys are seen by ranges, or there are more
     tokens that stop an answer than a table has room for.
     """
     describe = algorithm_of(config).row
@@ -52,8 +51,7 @@ def table_row(config: GenerationConfig, architecture: Architecture, prompt_len: 
     ranged = bool(architecture.windows) or architecture.rotary.kind == "dynamic" or architecture.shifted
     if describe is None or not plain or waits or ranged or len(architecture.eos_token_ids) > STOPS:
         return None
-    found = describe(config, architecture, prompt_len)
-    return found if found is not None and found.sampling.head is STATISTICS else None
+    return describe(config, architecture, prompt_len)
 
 
 def canvas_length(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> int:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mosaic.decoding.noise import key_of
 from mosaic.kernels.shared.requests import bits
-from mosaic.models.parts import CANVAS, HELD_EXTENTS, KEPT, KV, STATISTICS, TABLED, Commit
+from mosaic.models.parts import CANVAS, HELD_EXTENTS, KEPT, KV, TABLED, Commit
 from mosaic.models.phase import Phase
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import BY_BLOCKS, COLUMNS, STOPS, Column
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ALL", "PHASE", "TableRow", "columns_of", "demand_of"]
 
-PHASE: Final = Phase(tokens=TABLED, cache=KEPT, head=STATISTICS, commit=Commit(score="confidence", rule="dynamic"))
-"""The kind of step that serves a table: `dynamic` is every rule that commits at least a quota and all above a threshold."""
+RULE: Final = Commit(score="confidence", rule="dynamic")
+"""Every rule that commits at least a quota and all above a threshold."""
 ALL: Final = float("inf")
 """The threshold of a rule that commits a quota alone."""
 
@@ -60,6 +60,11 @@ class TableRow(NamedTuple):
     in_order: bool = False
 
     @property
+    def phase(self) -> Phase:
+        """The kind of step that serves it."""
+        return Phase(tokens=TABLED, cache=KEPT, head=self.sampling.head, commit=RULE)
+
+    @property
     def most_tokens(self) -> int:
         """Tokens of its largest step that cannot be cut."""
         if self.window != BY_BLOCKS:
@@ -83,7 +88,7 @@ def columns_of(row: TableRow, canvas: Canvas) -> tuple[NDArray[np.int64], NDArra
         Column.BLOCK: row.block, Column.WINDOW: row.window, Column.QUOTA: row.block // steps, Column.MORE: row.block % steps,
         Column.IN_ORDER: int(row.in_order), Column.TOP_K: row.sampling.top_k, Column.NOISE: key_of(config.seed, canvas.request),
         Column.THRESHOLD: bits(row.threshold), Column.TEMPERATURE: bits(row.sampling.temperature),
-        Column.TOP_P: bits(row.sampling.top_p), Column.START: row.start,
+        Column.TOP_P: bits(row.sampling.top_p), Column.CUTS: int(row.sampling.head.cuts), Column.START: row.start,
         Column.OPEN: int(canvas.mask_array[row.start : row.start + row.block].sum()),
     }  # fmt: skip
     column[[int(key) for key in given]] = list(given.values())

@@ -7,15 +7,15 @@ blocks are not delayed beyond a bound.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from mosaic.decoding.rows import PHASE
 from mosaic.decoding.tabled import ServedSteps
 from mosaic.kernels.shared.requests import wanted
+from mosaic.models.phase import Phase, shared_phase
 from mosaic.models.step import StepSize, bucket
 from mosaic.registrar.request_table import Reported
 from mosaic.runtime.request_table import ROWS
@@ -66,6 +66,7 @@ class Scheduler:
             0  # of live requests: tokens of the largest step that cannot be cut, the smallest block
         )
         self._rows = 0
+        self._phases = Counter[Phase]()
         self.in_vain = 0
 
     @property
@@ -88,7 +89,8 @@ class Scheduler:
         most = max([row.block for row in found], default=0)
         if self.live:
             least, most = max(least, self._least), max(most, self._rows)
-        return self._table.size(PHASE, _rung(least, block), block, most, more)
+        phase = shared_phase([*self._phases, *(row.phase for row in found)])
+        return self._table.size(phase, _rung(least, block), block, most, more)
 
     def add(self, request: TabledRequest) -> None:
         """Take a request that has begun."""
@@ -98,6 +100,7 @@ class Scheduler:
             self._block = row.block
         self._least, self._rows = max(self._least, row.most_tokens), max(self._rows, row.block)
         self._block = min(self._block, row.block)
+        self._phases[row.phase] += 1
         self._placed(request)
 
     def _placed(self, request: TabledRequest) -> None:
@@ -110,8 +113,12 @@ class Scheduler:
         """Let go of a request; it has its row still, or waits for one."""
         if request in self._waiting:
             self._waiting.remove(request)
-        elif request.place is not None:
+        elif request.place is not None and self._requests[request.place] is request:
             self._requests[request.place], self._live[request.place] = None, False
+        else:
+            return
+        self._phases[request.row.phase] -= 1
+        self._phases += Counter()  # leaves out those of nobody
 
     def step(self) -> ServedSteps:
         """Run a step; on a device, launch the one after it before its outcome is waited for."""
@@ -142,21 +149,21 @@ class Scheduler:
         deciding, prompts = int(length[decides].sum()), int(length[fills].sum())
         rows = min(max(int(asked.rows[decides].sum()), self._rows), deciding or self._rows)
         least = max(self._least, min(deciding, MOST_TOKENS))
-        blocks = self._room(
-            least, min(deciding + prompts, max(least, MOST_TOKENS)), rows, several=deciding > 0 and prompts > 0
-        )
-        self._table.launch(PHASE, blocks, self._block, rows)
+        most = min(deciding + prompts, max(least, MOST_TOKENS))
+        phase = shared_phase(self._phases)
+        blocks = self._room(phase, least, most, rows, several=deciding > 0 and prompts > 0)
+        self._table.launch(phase, blocks, self._block, rows)
 
-    def _room(self, least: int, wanted_tokens: int, rows: int, *, several: bool) -> int:
+    def _room(self, phase: Phase, least: int, most: int, rows: int, *, several: bool) -> int:
         """The blocks of the next step: as many as are asked for, fit, and delay nobody too long."""
         block, table = self._block, self._table
-        fewest, blocks = _rung(self._least, block), _rung(wanted_tokens, block)
-        while blocks > fewest and not self._runner.admits([table.size(PHASE, blocks, block, rows)], more={}):
+        fewest, blocks = _rung(self._least, block), _rung(most, block)
+        while blocks > fewest and not self._runner.admits([table.size(phase, blocks, block, rows)], more={}):
             blocks = max(_rung(blocks * block // 2, block), fewest)
         if several:
             own = _rung(least, block)
-            limit = max(DELAY_MS, table.predicted_ms(PHASE, min(own, blocks), block, rows))
-            while blocks > own and table.predicted_ms(PHASE, blocks, block, rows) > limit:
+            limit = max(DELAY_MS, table.predicted_ms(phase, min(own, blocks), block, rows))
+            while blocks > own and table.predicted_ms(phase, blocks, block, rows) > limit:
                 blocks = max(_rung(blocks * block // 2, block), own)
         return blocks
 

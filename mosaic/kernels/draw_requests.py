@@ -24,14 +24,15 @@ def bind(
     temperature: Tensor,
     top_p: Tensor,
     top_k: Tensor,
+    cuts: Tensor,
     scratch: Tensor | None = None,
 ) -> Run:
     """Write all outputs."""
     columns, requests, bounds = table.numpy(), row.numpy(), cu_rows.numpy()
-    rows, outputs = decided_rows.numpy(), [each.numpy() for each in (keys, temperature, top_p, top_k)]
+    rows, outputs = decided_rows.numpy(), [each.numpy() for each in (keys, temperature, top_p, top_k, cuts)]
 
     def run() -> None:
-        for values, nothing in zip(outputs, (0, 0, 1, 0), strict=True):
+        for values, nothing in zip(outputs, (0, 0, 1, 0, 0), strict=True):
             values.fill(nothing)
         for request, (start, end) in zip(requests.tolist(), pairwise(bounds.tolist()), strict=True):
             if request < 0:
@@ -44,6 +45,7 @@ def bind(
                 floats(column[Column.TEMPERATURE]),
                 floats(column[Column.TOP_P]),
                 column[Column.TOP_K],
+                column[Column.CUTS],
             )
             for values, value in zip(outputs, given, strict=True):
                 values[start:end] = value
@@ -58,16 +60,17 @@ _WORD = 2**64 - 1
 def reference(*, table: Tensor, row: Tensor, cu_rows: Tensor, decided_rows: Tensor) -> dict[str, Tensor]:
     """Return all outputs, a row at a time, in plain Python."""
     count = len(decided_rows)
-    keys, temperature, top_p, top_k = [0] * count, [0.0] * count, [1.0] * count, [0] * count
+    keys, top_k, cuts = ([0] * count for _ in range(3))
+    temperature, top_p = [0.0] * count, [1.0] * count
     for request, (start, end) in zip(row.tolist(), pairwise(cu_rows.tolist()), strict=True):
         for m in range(start, end):
             own = table[request].tolist()
             key = _mixed(_mixed(own[Column.NOISE] ^ own[Column.STEP]) ^ (int(decided_rows[m]) - own[Column.CANVAS]))
-            keys[m], top_k[m] = key - (key >> 63 << 64), own[Column.TOP_K]
+            keys[m], top_k[m], cuts[m] = key - (key >> 63 << 64), own[Column.TOP_K], own[Column.CUTS]
             temperature[m], top_p[m] = float(floats(own[Column.TEMPERATURE])), float(floats(own[Column.TOP_P]))
     return {
         "keys": torch.tensor(keys), "temperature": torch.tensor(temperature), "top_p": torch.tensor(top_p),
-        "top_k": torch.tensor(top_k, dtype=torch.int32),
+        "top_k": torch.tensor(top_k, dtype=torch.int32), "cuts": torch.tensor(cuts, dtype=torch.uint8),
     }  # fmt: skip
 
 

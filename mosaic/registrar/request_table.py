@@ -52,23 +52,25 @@ class Column(IntEnum):
     """Here and in the next two, the bits of a float32."""
     TEMPERATURE = 20
     TOP_P = 21
-    WRITTEN = 22
+    CUTS = 22
+    """Whether top-p and top-k cut what its tokens are drawn from, so that scores are of what is kept."""
+    WRITTEN = 23
     """Tokens of the prefix whose keys are written."""
-    START = 23
+    START = 24
     """Where the block begins that is decoded."""
-    BEFORE = 24
+    BEFORE = 25
     """Tokens before the block whose final keys the next step writes."""
-    NUMBER = 25
+    NUMBER = 26
     """Steps of the block so far."""
-    STEP = 26
+    STEP = 27
     """Steps so far that have decided, which random keys count."""
-    OPEN = 27
+    OPEN = 28
     """Positions of the block where nothing is decided."""
-    SERVED = 28
+    SERVED = 29
     """The turn in which it decided last, at first the one in which it came."""
 
 
-COLUMNS: Final = 29
+COLUMNS: Final = 30
 STOPS: Final = 4
 RUNNING, ENDED = 1, 2
 BY_BLOCKS, REFRESHED, FROM_BLOCK = 0, 1, 2

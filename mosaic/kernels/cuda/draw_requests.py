@@ -12,15 +12,15 @@ from mosaic.kernels.cuda.shared.requests import C, float_of, mixed
 from mosaic.registrar.request_table import Column
 
 AT_ONCE: Final = 64  # untuned default
-CANVAS, NOISE, STEP, TOP_K = (
-    tl.constexpr(int(column)) for column in (Column.CANVAS, Column.NOISE, Column.STEP, Column.TOP_K)
+CANVAS, NOISE, STEP, TOP_K, CUTS = (
+    tl.constexpr(int(column)) for column in (Column.CANVAS, Column.NOISE, Column.STEP, Column.TOP_K, Column.CUTS)
 )
 TEMPERATURE, TOP_P = tl.constexpr(int(Column.TEMPERATURE)), tl.constexpr(int(Column.TOP_P))
 
 
 @triton.jit(do_not_specialize=["sequences", "most"])
 def draw_requests_kernel(
-    table, row, cu_rows, decided_rows, keys, temperature, top_p, top_k, sequences, most, AT_ONCE: tl.constexpr
+    table, row, cu_rows, decided_rows, keys, temperature, top_p, top_k, cuts, sequences, most, AT_ONCE: tl.constexpr
 ):
     window = tl.program_id(0)
     inside = window < sequences
@@ -32,6 +32,7 @@ def draw_requests_kernel(
     warmth = float_of(line, TEMPERATURE, known)
     nucleus = tl.where(known, float_of(line, TOP_P, known), 1.0)
     best = tl.load(line + TOP_K, mask=known, other=0).to(tl.int32)
+    cut = tl.load(line + CUTS, mask=known, other=0).to(tl.uint8)
     end = tl.load(cu_rows + window + 1, mask=inside, other=most)
     for at in range(tl.load(cu_rows + window), end, AT_ONCE):
         place = at + tl.arange(0, AT_ONCE)
@@ -42,6 +43,7 @@ def draw_requests_kernel(
         tl.store(temperature + place, tl.where(mine, warmth, 0.0), mask=mine)
         tl.store(top_p + place, tl.where(mine, nucleus, 0.0), mask=mine)
         tl.store(top_k + place, tl.where(mine, best, 0), mask=mine)
+        tl.store(cuts + place, tl.where(mine, cut, 0), mask=mine)
 
 
 def launch(
@@ -54,11 +56,12 @@ def launch(
     temperature: Tensor,
     top_p: Tensor,
     top_k: Tensor,
+    cuts: Tensor,
     scratch: Tensor | None = None,
 ) -> None:
     """Write all outputs."""
     sequences = row.shape[0]
     draw_requests_kernel[(sequences + 1,)](
-        table, row, cu_rows, decided_rows, keys, temperature, top_p, top_k, sequences, keys.shape[0],
+        table, row, cu_rows, decided_rows, keys, temperature, top_p, top_k, cuts, sequences, keys.shape[0],
         AT_ONCE=AT_ONCE,
     )  # fmt: skip

@@ -33,7 +33,7 @@ REQUESTS: Final = State(name="requests", width=COLUMNS, dtype="int64", together=
 HELD_EXTENTS: Final = State(name="held_extents", width=4, dtype="int64", together=True)
 """The extents of each request's keys, in order of position."""
 ROOM: Final = Input(name="room", dtype="int64", per="step", width=5)
-_DRAWS: Final = ("keys", "temperature", "top_p", "top_k")
+_DRAWS: Final = ("keys", "temperature", "top_p", "top_k", "cuts")
 _PLACED: Final = ("positions", "token_rows", "rows", "decided_rows", "extents", "quota", "threshold")
 
 
