@@ -15,8 +15,7 @@ from mosaic.planner.limits import smallest_total
 from mosaic.planner.offsets import blocks_of
 from mosaic.planner.offsets.ilp import solve_ilp
 from mosaic.planner.placement import place, problem_of
-from mosaic.planner.rungs import whole_grid
-from mosaic.planner.search import brute_force, search
+from mosaic.planner.search import brute_force, search, whole_grid
 from mosaic.planner.space import Config, Point, Space
 from mosaic.units import GIB
 

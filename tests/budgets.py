@@ -24,7 +24,7 @@ BUDGETS_S: Mapping[str, float] = {
     "test_config_keys": 3, "test_cost": 2, "test_cuda_pool": 4, "test_cut": 14, "test_decoding": 31,
     "test_decoding_small": 4, "test_diffusion_gemma": 4, "test_evict_tokens": 3, "test_eviction": 12, "test_examples": 2,
     "test_experts_triton": 4, "test_few_rows": 6, "test_focus": 4, "test_fuzz": 11, "test_generate_cli": 4,
-    "test_generation": 4, "test_kernels": 7, "test_kv": 14, "test_last_layer": 4, "test_layering": 4, "test_layers": 2,
+    "test_generation": 4, "test_kernels": 7, "test_kv": 14, "test_last_layer": 4, "test_layering": 4, "test_layers": 6,
     "test_limits": 6, "test_models": 3, "test_moves": 8, "test_notebooks": 2, "test_offset_definitions": 2, "test_offset_search": 3,
     "test_offsets": 4, "test_offsets_exact": 2, "test_offsets_large": 6, "test_offsets_validity": 2, "test_open_state": 3,
     "test_pages": 6, "test_pages_triton": 4, "test_parity": 9, "test_parity_block": 12, "test_peaks": 2,

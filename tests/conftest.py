@@ -49,9 +49,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture
 def new_process() -> Callable[[], None]:
     """Forget the templates of this process when called."""
-    from mosaic.planner import cache
+    from mosaic.planner.template import forget
 
-    return cache.forget
+    return forget
 
 
 def _values(point: pytest.Function, together: int) -> set[tuple[str, ...]]:

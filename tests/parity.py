@@ -22,7 +22,7 @@ import mosaic
 from mosaic.models.parts import KEPT, KV, LOGITS, NO_HEAD, Commit
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.planner import Request
-from mosaic.planner.rungs import whole_grid
+from mosaic.planner.search import whole_grid
 from mosaic.runtime.compiled import CompiledModel, StepOutput
 from mosaic.runtime.steps import StepRequest
 

@@ -13,8 +13,8 @@ from mosaic.errors import GraphError
 from mosaic.models import load
 from mosaic.planner import Plan, Planner, Request
 from mosaic.planner.check import check_plan as check
+from mosaic.planner.compiling import compile_body
 from mosaic.planner.cost import OpTimes
-from mosaic.planner.template import compile_body
 from mosaic.registrar.graph import Graph
 
 LARGE = Request(seq_lens=(4096, 512))

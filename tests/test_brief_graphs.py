@@ -18,8 +18,7 @@ from mosaic.models.policies.focus_options import Eviction
 from mosaic.models.policies.mage import Selected
 from mosaic.models.policies.mage_options import SparseAttention
 from mosaic.planner.body import Body
-from mosaic.planner.layers import copies
-from mosaic.planner.template import compile_body
+from mosaic.planner.compiling import compile_body, copies
 from mosaic.registrar.validate import validate
 
 TOP = Commit(score="confidence", rule="top")
@@ -114,8 +113,8 @@ def test_a_brief_graph_has_the_body_of_the_whole_one(name: str, phase: Phase) ->
 def test_numbers_are_counted_on_wherever_they_stand() -> None:
     first, second = ["layers.1/a.04%", 3, {"x": [7, 2]}, 0.125], ["layers.2/a.04%", 8, {"x": [8, 2]}, 0.125]
     assert copies(first, second, 2) == [
-        ["layers.3/a.04%", 13, {"x": [9, 2]}, 0.125],
-        ["layers.4/a.04%", 18, {"x": [10, 2]}, 0.125],
+        ("layers.3/a.04%", 13, {"x": [9, 2]}, 0.125),
+        ("layers.4/a.04%", 18, {"x": [10, 2]}, 0.125),
     ]
 
 

@@ -10,9 +10,8 @@ import pytest
 from mosaic.models import Model, load
 from mosaic.models.phase import FULL_STEP
 from mosaic.planner import Planner, Request
-from mosaic.planner.cache import template_of
-from mosaic.planner.rungs import groups
-from mosaic.planner.search import search
+from mosaic.planner.search import groups, search
+from mosaic.planner.template import template_of
 
 REQUEST = Request(seq_lens=(300,))
 

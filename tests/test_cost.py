@@ -247,7 +247,7 @@ def test_on_one_stream_times_add(name: str, chunks: Mapping[str, int]) -> None:
     timed, values, extents = prepared(planner, 5000, **{k: v for k, v in chunks.items() if k in knobs})
     assert not timed.has_streams
     rows = {group: [[values[timed.columns[knob]] for knob in group]] for group in timed.groups}
-    groups = sum(timed.group_seconds(group, values, rows[group], extents)[0] for group in timed.groups)
+    groups = sum(seconds for (seconds,) in timed.group_seconds(rows, values, extents).values())
     assert (
         timed.total_seconds(values, extents)
         == pytest.approx(groups)
@@ -261,18 +261,16 @@ def test_settings_asked_for_together_take_what_each_takes_alone() -> None:
     group = next(group for group in timed.groups if len(group) == 2)
     options = {"heads": (32, 5, 4, 1), "proj": (5000, 4096, 384)}
     settings = list(itertools.product(*(options[knob] for knob in group)))
-    together = timed.group_seconds(group, values, settings, extents)
+    together = timed.group_seconds({group: settings}, values, extents)[group]
     assert len({round(seconds, 12) for seconds in together}) == len(settings)
     for rows, seconds in zip(settings, together, strict=True):
-        assert timed.group_seconds(group, values, [rows], extents) == pytest.approx([seconds], rel=1e-12)
+        assert timed.group_seconds({group: [rows]}, values, extents)[group] == pytest.approx([seconds], rel=1e-12)
         point = list(values)
         for knob, count in zip(group, rows, strict=True):
             point[timed.columns[knob]] = count
-        whole = sum(
-            timed.group_seconds(other, point, [[point[timed.columns[knob]] for knob in other]], extents)[0]
-            for other in timed.groups
-        )
-        assert timed.total_seconds(point, extents) == pytest.approx(whole)
+        every = {other: [[point[timed.columns[knob]] for knob in other]] for other in timed.groups}
+        whole = timed.group_seconds(every, point, extents)
+        assert timed.total_seconds(point, extents) == pytest.approx(sum(seconds for (seconds,) in whole.values()))
 
 
 @pytest.mark.parametrize("link", [5e9, 54.7e9, 500e9])

@@ -34,7 +34,7 @@ from mosaic.planner.check import weight_map
 from mosaic.planner.planner import Planner
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.host_copy import Arriving
-from mosaic.runtime.numbers import Numbers
+from mosaic.runtime.host_inputs import Numbers
 from mosaic.runtime.packing import pack_step
 from mosaic.runtime.state_rows import OwnedRows
 from mosaic.runtime.steps import StepRequest, StepResult

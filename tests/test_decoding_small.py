@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.quality.evaluation import evaluation_set
 from benchmarks.quality.vocabulary import vocabulary
 from mosaic import models
-from mosaic.models.shipped import shipped
+from mosaic.models import shipped
 
 
 @pytest.fixture(scope="module")

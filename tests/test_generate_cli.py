@@ -35,8 +35,7 @@ from mosaic.decoding.streaming import Step
 from mosaic.decoding.text import Detokenizer, TextStreamer, token_texts
 from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.errors import CheckpointError, DoesNotFit, UsageError
-from mosaic.models import load
-from mosaic.models.shipped import shipped
+from mosaic.models import load, shipped
 from mosaic.runtime.sharing import SharedSizes
 from mosaic.runtime.steps import StepResult
 from mosaic.viz.canvas_picture import STATES, CanvasPicture, CanvasTracker, Cell, Memory, Progress, bar, printable

@@ -21,8 +21,7 @@ import mosaic
 from mosaic import Implementation
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.compiled_program import CompiledProgram
-from mosaic.runtime.host_inputs import HostInputs
-from mosaic.runtime.numbers import Numbers
+from mosaic.runtime.host_inputs import HostInputs, Numbers
 from mosaic.runtime.state_rows import OwnedRows
 from mosaic.runtime.steps import StepRequest
 from mosaic.testing import verify_operator

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mosaic.runtime.host_inputs import HostInputs
-from mosaic.runtime.numbers import Numbers
+from mosaic.runtime.host_inputs import HostInputs, Numbers
 
 ROWS = 9
 DTYPES = {"ids": torch.int64, "bounds": torch.int32, "votes": torch.uint8, "scale": torch.float32}

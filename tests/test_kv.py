@@ -82,9 +82,13 @@ def tables(owned: Sequence[Pieces]) -> dict[str, Tensor]:
 
 
 def rows_of(kv: Tensor, pieces: Pieces, layer: int, heads: int, size: int, length: int) -> list[Tensor]:
-    """Keys and values [2, K, H] of one layer, position by position: views of a state, as its layout is documented."""
+    """Keys and values [2, K, H] of one layer, position by position: views of a state, as its layout is documented; NaN before
+    the first position that has a place."""
     found = []
     for position in range(length):
+        if position < pieces[0][2]:
+            found.append(torch.full((2, heads, size), float("nan"), dtype=kv.dtype))
+            continue
         row, rows, first, before = next(piece for piece in reversed(pieces) if piece[2] <= position)
         extent = kv.reshape(-1)[row * kv.shape[1] : (row + rows) * kv.shape[1]].view(-1, 2, heads, rows, size)
         found.append(extent[layer, :, :, before + position - first])
@@ -93,12 +97,12 @@ def rows_of(kv: Tensor, pieces: Pieces, layer: int, heads: int, size: int, lengt
 
 def kv_case(
     windows: Sequence[tuple[int, int, int]], heads: int, kv_heads: int, size: int, dtype: torch.dtype,
-    *, block: int = 0, padding: int = 0, layer: int = 1, layers: int = 3, most: int = 3,
+    *, block: int = 0, padding: int = 0, layer: int = 1, layers: int = 3, most: int = 3, keys_in: torch.dtype | None = None,
 ) -> Case:  # fmt: skip
     """Windows of (tokens, keys, position of the first); what no key lies in is NaN, sequences lie in scattered extents."""
     tokens, keys = sum(w[0] for w in windows), sum(w[1] for w in windows)
     owned, rows = scattered([w[1] for w in windows], most=most)
-    kv = torch.full((rows, layers * 2 * kv_heads * size), float("nan"), dtype=dtype)
+    kv = torch.full((rows, layers * 2 * kv_heads * size), float("nan"), dtype=keys_in or dtype)
     drawn = torch.stack([randn(keys, kv_heads * size, dtype=dtype, seed=seed, scale=3 - seed) for seed in (1, 2)], 1)
     places = [
         row
@@ -191,6 +195,25 @@ def test_kv_attention(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(case.reference()[sees], expected[sees])
 
 
+MIXED = [(F32, BF16), (BF16, F32), (F32, torch.float16), (torch.float16, BF16)]
+"""Of queries, and of kept keys."""
+
+
+@pytest.mark.parametrize(("dtype", "keys_in"), MIXED, ids=name_of)
+def test_keys_have_a_dtype_of_their_own(dtype: torch.dtype, keys_in: torch.dtype) -> None:
+    windows = [(4, 37, 33), (7, 1300, 1100), (1, 3, 2)]
+    case = kv_case(windows, 8, 2, 16, dtype, block=4, padding=3, keys_in=keys_in)
+    expected, sees = softmax_rows(case)
+    case.launch()
+    assert_within(case.outputs["y"][sees], expected[sees], kv_bound(case, expected)[sees])
+    torch.testing.assert_close(case.reference()[sees], expected[sees])
+    check_allocates_nothing(case)
+    store = store_case([[7, 8, 9, 3, 2], [5]], [11, 9], 2, 3, dtype, keys_in=keys_in)
+    kept = stored(store, [11, 9])
+    store.launch()
+    assert kept.dtype == keys_in and torch.equal(store.operands["kv"], kept)
+
+
 def seeing(case: Case, lengths: Sequence[int]) -> Case:
     """The case in which each row sees its own range of keys, some of them beyond the last key; `lengths` by row."""
     draw = torch.Generator().manual_seed(7)
@@ -201,15 +224,31 @@ def seeing(case: Case, lengths: Sequence[int]) -> Case:
     return Case(case.kernel, operands, case.outputs, case.attrs | {"block": 0})
 
 
-def ranged_case(dtype: torch.dtype) -> Case:
+def ranged_case(dtype: torch.dtype, *, short: bool = False) -> Case:
+    """`short`: keys have no place before the first that a row of their sequence sees, as in a ring."""
     windows = [(9, 61, 20), (6, 1100, 900), (1, 3, 2)]
     case = kv_case(windows, 6, 3, 5, dtype, padding=2)
-    return seeing(case, [keys for count, keys, _ in windows for _ in range(count)] + [1, 1])
+    case = seeing(case, [keys for count, keys, _ in windows for _ in range(count)] + [1, 1])
+    if not short:
+        return case
+    entries, found = case.operands["extents"].tolist(), []
+    for (start, end), (low, high) in zip(
+        pairwise(case.operands["cu_seqlens"].tolist()), pairwise(case.operands["cu_extents"].tolist()), strict=True
+    ):
+        first = int(case.operands["sees"][start:end, 0].min())
+        mine = entries[low:high]
+        while len(mine) > 1 and mine[1][2] <= first:
+            del mine[0]
+        row, rows, position, before = mine[0]
+        passed = max(first - position, 0)
+        found.append([(row, rows, position + passed, before + passed), *map(tuple, mine[1:])])
+    return Case(case.kernel, case.operands | tables(found), case.outputs, case.attrs | {"parts": 1})
 
 
+@pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_rows_see_ranges_of_kept_keys(dtype: torch.dtype) -> None:
-    case = ranged_case(dtype)
+def test_rows_see_ranges_of_kept_keys(dtype: torch.dtype, short: bool) -> None:
+    case = ranged_case(dtype, short=short)
     expected, sees = softmax_rows(case)
     case.launch()
     assert_within(case.outputs["y"][sees], expected[sees], kv_bound(case, expected)[sees])
@@ -239,14 +278,15 @@ def test_a_slice_of_a_window_knows_where_it_starts(block: int) -> None:
 
 
 def store_case(
-    windows: Sequence[Sequence[int]], lengths: Sequence[int], heads: int, size: int, dtype: torch.dtype
-) -> Case:
-    """Windows of these positions, over sequences with rows for `lengths` tokens; two rows are in no sequence."""
+    windows: Sequence[Sequence[int]], lengths: Sequence[int], heads: int, size: int, dtype: torch.dtype,
+    *, keys_in: torch.dtype | None = None,
+) -> Case:  # fmt: skip
+    """Windows of these positions, over sequences that have rows for so many; two rows that are in no sequence."""
     tokens = sum(map(len, windows)) + 2
     owned, rows = scattered(lengths)
     operands = {
         **{name: strided(randn(tokens, heads * size, dtype=dtype, seed=seed)) for name, seed in (("k", 1), ("v", 2))},
-        "kv": randn(rows, 3 * 2 * heads * size, dtype=dtype, seed=3),
+        "kv": randn(rows, 3 * 2 * heads * size, dtype=keys_in or dtype, seed=3),
         **tables(owned),
         "cu_seqlens": starts([len(w) for w in windows]),
         "positions": torch.tensor([p for w in windows for p in w] + [0, 1], dtype=torch.int32),
@@ -470,12 +510,25 @@ def test_kv_attention_in_triton(name: str, segments: int, dtype: torch.dtype, mo
 
 
 @triton_test
-@pytest.mark.parametrize(("segments", "dtype"), [(1, F32), (3, BF16)], ids=["one pass", "split"])
+@pytest.mark.parametrize(
+    ("segments", "dtype", "short"),
+    [(1, F32, False), (3, BF16, False), (3, BF16, True)],
+    ids=["one pass", "split", "ring"],
+)
 def test_rows_see_ranges_of_kept_keys_in_triton(
-    segments: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    segments: int, dtype: torch.dtype, short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut_into(monkeypatch, segments)
-    check_in_triton(ranged_case(dtype))
+    check_in_triton(ranged_case(dtype, short=short))
+
+
+@triton_test
+@pytest.mark.parametrize(("dtype", "keys_in"), MIXED[:2], ids=name_of)
+def test_keys_have_a_dtype_of_their_own_in_triton(dtype: torch.dtype, keys_in: torch.dtype) -> None:
+    check_in_triton(kv_case([(4, 37, 33), (9, 140, 120)], 4, 1, 16, dtype, block=4, padding=3, keys_in=keys_in))
+    store = store_case([[7, 8, 9, 3, 2], [5]], [11, 9], 2, 3, dtype, keys_in=keys_in)
+    kept = stored(store, [11, 9])
+    assert torch.equal(run(store, DEVICE)["kv"], kept)
 
 
 @triton_test
@@ -684,7 +737,10 @@ def test_contracts_count_this_layers_work() -> None:
         ({"layer": 3}, "'kv' has keys and values of 3 layers, not layer 3"),
         ({"kv_heads": 5}, r"operand '.*' is .*, expected bfloat16\[.*\*5\*8\]"),
         ({"kv": Spec((ROWS, 80), "bfloat16")}, r"operand 'kv' is .*, expected bfloat16\[kv_rows, L\*2\*2\*8\]"),
-        ({"kv": Spec((ROWS, 96), "float32")}, r"operand 'kv' is .*, expected bfloat16\[kv_rows, 96\]"),
+        (
+            {"kv": Spec((ROWS, 96), "int32")},
+            r"operand 'kv' is int32\[kv_rows, 96\]: keys and values are kept as floats",
+        ),
         ({"q": Spec((TOKENS, 16 * SEQS), "bfloat16")}, "q must have all heads"),
         ({"extents": Spec((EXTENTS, 3), "int64")}, "operand 'extents' is .*, expected int64\\[extents, 4\\]"),
         ({"extents": Spec((EXTENTS, 4), "int32")}, r"operand 'extents' is .*, expected int64\[extents, 4\]"),
@@ -703,7 +759,10 @@ def test_store_refuses() -> None:
     for change, message in (
         ({"v": Spec((TOKENS, 8), "bfloat16")}, r"operand 'v' is .*, expected bfloat16\[tokens, 16\]"),
         ({"positions": Spec((TOKENS,), "int64")}, r"operand 'positions' is .*, expected int32\[tokens\]"),
-        ({"kv": Spec((ROWS, 96), "float32")}, r"operand 'kv' is .*, expected bfloat16\[kv_rows, 96\]"),
+        (
+            {"kv": Spec((ROWS, 96), "int32")},
+            r"operand 'kv' is int32\[kv_rows, 96\]: keys and values are kept as floats",
+        ),
         ({"cu_extents": Spec((SEQS,), "int32")}, r"operand 'cu_seqlens' is .*, expected int32\[seqs\]"),
         ({"head_size": 5}, r"operand 'k' is .*, expected bfloat16\[tokens, K\*5\]"),
     ):

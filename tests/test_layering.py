@@ -194,7 +194,7 @@ def private_members(code: str) -> Iterator[str]:
         ("import mosaic\nmosaic.plan._cache.clear()", "_cache"),
         ("compile(model)._engine", "_engine"),
         ("monkeypatch.setattr(cache, '_loaded', {})", "_loaded"),
-        ("monkeypatch.setattr('mosaic.planner.cache._loaded', {})", "mosaic.planner.cache._loaded"),
+        ("monkeypatch.setattr('mosaic.planner.template._compiled', {})", "mosaic.planner.template._compiled"),
         ("subprocess.run('import mosaic.kernels._norm')", "mosaic.kernels._norm"),
         ("getattr(plan, '_document')", "_document"),
         ("self._own = cls._own", ""),

@@ -21,6 +21,7 @@ from mosaic.models.architecture import Architecture, Attention, FeedForward, Lay
 from mosaic.models.huggingface import NAMES
 from mosaic.models.kept_keys import key_row
 from mosaic.models.parts import KEPT, MIXED, NO_HEAD, Commit
+from mosaic.models.parts.ringed import NEAR, Ringed
 from mosaic.models.phase import Phase
 from mosaic.models.rotary import Rotary
 from mosaic.planner.check import check_plan
@@ -80,6 +81,8 @@ def plain(arch: Architecture, given: Mapping[str, Tensor], ids: Tensor, ends: Te
         if own.head_norms:
             q, k = (normed(part, w[f"{stem}self_attn.{name}_norm.weight"]) for name, part in (("q", q), ("k", k)))
         q, k = turned(q, own.rotary), turned(k, own.rotary)
+        if arch.keys:
+            k, v = (part.to(getattr(torch, arch.keys)).double() for part in (k, v))
         k, v = (part.repeat_interleave(own.heads // own.kv_heads, dim=1) for part in (k, v))
         scores = torch.einsum("tnh,snh->nts", q, k) / math.sqrt(own.head_size)
         hidden = torch.zeros(len(ids), len(ids), dtype=torch.bool)
@@ -142,10 +145,10 @@ def test_a_step_of_a_family_whose_layers_differ_equals_plain_pytorch(way: str, b
     torch.testing.assert_close(found.double(), plain(arch, given, ids), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(("order", "keys"), [(1, ""), (-1, ""), (1, "bfloat16")])
 @pytest.mark.parametrize("config", [{"attention": "together"}, {"attention": "queries"}, {"products": "fused"}])
-def test_steps_over_kept_keys_of_two_widths_equal_plain_pytorch(config: dict[str, str], order: int) -> None:
-    arch = architecture(block=4, order=order)
+def test_steps_over_kept_keys_of_two_widths_equal_plain_pytorch(config: dict[str, str], order: int, keys: str) -> None:
+    arch = replace(architecture(block=4, order=order), keys=keys)
     ids = torch.randint(0, VOCABULARY - 1, (13,), generator=torch.Generator().manual_seed(5))
     first, then = Phase(cache=KEPT, head=NO_HEAD), Phase(cache=KEPT, commit=RULE)
     with mosaic.compile(toy(arch), device="cpu") as model:
@@ -162,6 +165,8 @@ def test_steps_over_kept_keys_of_two_widths_equal_plain_pytorch(config: dict[str
             )  # fmt: skip
             (result,) = model.step([asked], config=config)
             assert not check_plan(result.plan.document) and config.items() <= result.plan.config.items()
+            (state,) = [buffer for buffer in result.plan.records.buffers if buffer.kind == "state"]
+            assert state.dtype == (keys or "float32")
             found.append((result.token.clone(), result.score.clone()))
     expected = plain(arch, given, ids)[8:]
     tokens, scores = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -193,3 +198,79 @@ def test_one_step_mixes_rows_that_see_by_several_rules() -> None:
         expected = plain(arch, given, request.token_ids, ends)
         assert torch.equal(result.token, expected.argmax(-1))
         torch.testing.assert_close(result.score.double(), expected.softmax(-1).amax(-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", [{"attention": "together"}, {"attention": "queries"}, {"products": "fused"}])
+def test_layers_with_a_window_keep_a_ring_of_rows_however_long_the_context_is(config: dict[str, str]) -> None:
+    """Two requests, as block diffusion asks for them: blocks are denoised, begun ahead and asked for again, then written."""
+    arch, length, block = architecture(block=4), 44, 4
+    cache = Ringed(ring=WINDOW - 1 + 2 * block)
+    fill, phase = Phase(cache=cache, head=NO_HEAD), Phase(cache=cache, commit=RULE)
+    draw = torch.Generator().manual_seed(11)
+    texts = [torch.randint(0, VOCABULARY - 1, (length,), generator=draw) for _ in range(2)]
+
+    with mosaic.compile(toy(arch), device="cpu") as model:
+        given, hole = weights_of(model), model.open_rows(NEAR)
+        hole.reserve(4)
+        between, owners = model.open_rows(NEAR), []
+        between.reserve(1)
+        hole.close()
+        for _ in texts:
+            far, near = model.open_rows(fill.cache.kept), model.open_rows(NEAR)
+            far.reserve(length), near.reserve(cache.ring)
+            owners.append((far, near))
+        assert len(near.extents) == 1 and len(owners[0][1].extents) == 2
+
+        def ask(phase: Phase, number: int, start: int, ids: Tensor) -> StepRequest:
+            (far, near), rows = owners[number], torch.arange(0 if phase is fill else len(ids))
+            return StepRequest(
+                phase=phase, token_ids=ids, start=start, rows=rows, current=ids[rows], key_len=start + len(ids), sequence=far,
+                states={NEAR: near}, quota=1, threshold=0.9,
+            )  # fmt: skip
+
+        def step(start: int, count: int, known: int) -> list[Any]:
+            """Positions beyond `known` hold something that is not their last token."""
+            parts = [text[start : start + count].clone() for text in texts]
+            for part in parts:
+                part[max(known - start, 0) :] = torch.randint(
+                    0, VOCABULARY, (max(start + count - known, 0),), generator=draw
+                )
+            results = model.step([ask(phase, number, start, part) for number, part in enumerate(parts)], config=config)
+            assert not check_plan(results[0].plan.document) and config.items() <= results[0].plan.config.items()
+            return [
+                (plain(arch, given, torch.cat([text[:start], part]))[start:], result)
+                for text, part, result in zip(texts, parts, results, strict=True)
+            ]
+
+        for start in (0, 8):
+            model.step([ask(fill, number, start, text[start : start + 8]) for number, text in enumerate(texts)])
+        for start in range(16, length - block, block):
+            found = [*step(start, block, start), *step(start, 2 * block, start), *step(start, block, start + 2)]
+            found += step(start, 2 * block, start + block)
+            for expected, result in found:
+                assert torch.equal(result.token, expected.argmax(-1))
+                torch.testing.assert_close(result.score.double(), expected.softmax(-1).amax(-1), rtol=1e-4, atol=1e-4)
+        assert model.state_rows == {"kv_far": 2 * length, "kv_near": 2 * cache.ring + 1}
+        with pytest.raises(UsageError, match="reaches 11 of them in layers with a window, and the request has 10 rows"):
+            model.step([ask(fill, 0, 20, texts[0][20:29])])
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_generation_keeps_rings_and_equals_plain_pytorch(ahead: bool) -> None:
+    """Several times the window, prefilled by chunks: each step commits the position that is surest."""
+    arch = architecture(block=4)
+    prompt = torch.randint(0, VOCABULARY - 1, (18,), generator=torch.Generator().manual_seed(13))
+    with mosaic.compile(toy(arch), device="cpu") as model:
+        given = weights_of(model)
+        taken: list[dict[str, int]] = []
+        (found,) = model.generate(
+            prompt, gen_length=14, steps=4, block_length=4, remasking="low_confidence_static", stop_at_eos=False, ahead=ahead,
+            on_step=lambda step: taken.append(dict(model.state_rows)),
+        )  # fmt: skip
+    assert taken[0] == {"kv_far": 32, "kv_near": WINDOW - 1 + 8} | ({"canvas": 32} if ahead else {})
+    canvas, masked = torch.cat([prompt, torch.full((14,), VOCABULARY - 1)]), torch.arange(32) >= 18
+    for end in range(20, 33, 4):
+        while len(rows := masked[:end].nonzero()[:, 0]):
+            score, token = plain(arch, given, canvas[:end])[rows].softmax(-1).max(-1)
+            canvas[rows[score.argmax()]], masked[rows[score.argmax()]] = token[score.argmax()], False
+    assert torch.equal(found.token_ids, canvas[18:])

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from mosaic.planner.check import check_plan
+from mosaic.planner.compiling import compile_body
 from mosaic.planner.lifetimes import Lifetimes, derive
 from mosaic.planner.planner import plan_point
 from mosaic.planner.space import Config
-from mosaic.planner.template import compile_body
 from mosaic.registrar.graph import Buffer, Graph
 from mosaic.registrar.operator import Operator
 from mosaic.registrar.polynomial import Polynomial

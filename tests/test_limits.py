@@ -15,7 +15,7 @@ from mosaic.planner import limits, placement
 from mosaic.planner.limits import holds, is_feasible, max_context, search_and_place, smallest_host, smallest_total
 from mosaic.planner.offsets import solve
 from mosaic.planner.placement import Placement, place
-from mosaic.planner.rungs import smallest, whole_grid
+from mosaic.planner.search import smallest, whole_grid
 from mosaic.planner.space import Config, Point, Space
 from mosaic.planner.template import compile_template
 from mosaic.registrar.graph import Graph

@@ -13,8 +13,7 @@ import mosaic
 from mosaic.models import load
 from mosaic.planner import Planner, Request
 from mosaic.planner.check import check_plan
-from mosaic.planner.rungs import whole_grid
-from mosaic.planner.search import brute_force, search
+from mosaic.planner.search import brute_force, search, whole_grid
 from mosaic.units import GIB, MIB
 
 SMALL: dict[str, dict[str, Any]] = {

@@ -17,13 +17,12 @@ from offset_instances import perfect
 
 from mosaic.planner.offsets import Blocks, Problem, blocks_of, compiled, kernels, lower_bound
 from mosaic.planner.offsets.blocks import paced
-from mosaic.planner.offsets.greedy import greedy_by_area, greedy_by_conflicts, greedy_by_size
+from mosaic.planner.offsets.greedy import greedy_by_area, greedy_by_conflicts, greedy_by_size, place_in_order
 from mosaic.planner.offsets.layout import Layout, layout_of
 from mosaic.planner.offsets.local_search import LocalSearch
 from mosaic.planner.offsets.neighbours import Neighbours
 from mosaic.planner.offsets.online import best_fit, first_fit, place_online, program_order
 from mosaic.planner.offsets.skyline import PREORDERS, preorder, skyline
-from mosaic.planner.offsets.stacked import place_in_order
 
 SEEDS = range(120)
 

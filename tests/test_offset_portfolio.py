@@ -28,12 +28,12 @@ from mosaic.planner.offsets.periodic import Folded
 CHEAP = (
     "greedy_by_size",
     "best_fit",
+    "greedy_by_area",
     "skyline TWA",
     "skyline TAW",
     "skyline ATW",
     "skyline WAT",
     "first_fit",
-    "greedy_by_area",
 )
 BOUND, PEAK = 1_000, 2_000
 
@@ -225,7 +225,17 @@ def test_many_blocks_are_asked_for_by_the_quickest_and_ejected(rig: Rig) -> None
         assert rig.squeezed.pop() == steps and not rig.turns
     rig.forget()
     solve(problem_of(count=3_000), node_limit=1)
-    assert rig.asked == [*CHEAP, "fold", "compile advance"] and rig.turns[0][3]
+    assert rig.asked == [*CHEAP[:3], "fold", *CHEAP[3:], "fold", "compile advance"] and rig.turns[0][3]
+
+
+def test_a_stack_of_layers_is_asked_for_by_the_skyline_of_one_before_that_of_all(rig: Rig) -> None:
+    rig.folds = [folding(blocks_of(problem_of()), [0] + [1] * 150)] * 2
+    rig.peaks["skyline TWA"] = BOUND
+    solution = solve(problem_of(count=151), node_limit=1)
+    assert rig.asked == [*CHEAP[:3], "fold", "skyline TWA"] and solution.solver == "periodic"
+    rig.forget()
+    solve(problem_of(count=150), node_limit=1)
+    assert rig.asked == [*CHEAP[:4]]
 
 
 def test_more_than_three_million_pairs_are_not_searched(rig: Rig) -> None:
@@ -446,10 +456,10 @@ def test_capacities_to_ask_for_lie_between_bound_and_peak() -> None:
 
 def test_skyline_tries_its_preorders_until_one_reaches_the_bound(rig: Rig) -> None:
     assert solve(problem_of(), solver="skyline").peak_bytes == PEAK
-    assert rig.asked == list(CHEAP[2:6])
+    assert rig.asked == list(CHEAP[3:7])
     rig.forget()
     rig.peaks["skyline TAW"] = BOUND
-    assert solve(problem_of(), solver="skyline").optimal and rig.asked == list(CHEAP[2:4])
+    assert solve(problem_of(), solver="skyline").optimal and rig.asked == list(CHEAP[3:5])
 
 
 @pytest.mark.parametrize("place", [first_fit, best_fit, greedy_by_size, greedy_by_area, greedy_by_conflicts])
@@ -609,12 +619,11 @@ def test_placers_are_asked_first_in_order_and_one_at_the_bound_is_enough(rig: Ri
 def test_a_solver_that_fails_is_followed_by_cheap_ones_and_then_said_to_be_a_fault(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("greedy_by_size", "best_fit", "skyline"):
+    for name in ("greedy_by_size", "best_fit", "greedy_by_area", "skyline"):
         monkeypatch.setattr(portfolio, name, lambda blocks, *_, **__: [0])
     assert solve(problem_of(), solver="exact", node_limit=1).solver == "first_fit"
     assert rig.asked == ["first_fit", "compile advance"]
-    for name in ("first_fit", "greedy_by_area"):
-        monkeypatch.setattr(portfolio, name, lambda blocks, *_, **__: [0])
+    monkeypatch.setattr(portfolio, "first_fit", lambda blocks, *_, **__: [0])
     with pytest.raises(
         MosaicError, match="no solver gave an answer that holds for 2 blocks; this is a fault of Mosaic"
     ):

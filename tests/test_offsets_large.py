@@ -16,11 +16,10 @@ from test_offsets import problems, relaxed
 from mosaic.planner.offsets import Blocks, Guard, Problem, blocks_of, compiled, read_csv, solve, validate
 from mosaic.planner.offsets.blocks import Tick
 from mosaic.planner.offsets.ejection import Ejection, squeeze
-from mosaic.planner.offsets.greedy import greedy_by_area, greedy_by_conflicts, greedy_by_size
+from mosaic.planner.offsets.greedy import greedy_by_area, greedy_by_conflicts, greedy_by_size, place_in_order
 from mosaic.planner.offsets.incumbent import Incumbent
 from mosaic.planner.offsets.online import best_fit, first_fit
 from mosaic.planner.offsets.skyline import skyline
-from mosaic.planner.offsets.stacked import place_in_order
 
 INSTANCES = Path(__file__).parents[1] / "benchmarks" / "instances"
 

@@ -14,7 +14,7 @@ from plan_races import races
 from mosaic.planner.check import check_plan
 from mosaic.planner.check.lifetimes import derive_lifetimes
 from mosaic.planner.check.reading import read_document, read_skeleton
-from mosaic.planner.check.structure import check_structure
+from mosaic.planner.check.safety import check_structure
 
 Document = dict[str, Any]
 Row = dict[str, Any]

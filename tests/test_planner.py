@@ -19,8 +19,7 @@ from mosaic.models import PRESETS, load
 from mosaic.planner import Plan, Planner, Request, plan, plan_graph
 from mosaic.planner.check import check_plan
 from mosaic.planner.limits import smallest_total
-from mosaic.planner.rungs import whole_grid
-from mosaic.planner.search import TOLERANCE, brute_force, search
+from mosaic.planner.search import TOLERANCE, brute_force, search, whole_grid
 from mosaic.registrar.dtypes import ITEMSIZE
 from mosaic.registrar.graph import Graph
 from mosaic.registrar.operator import Operator

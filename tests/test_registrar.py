@@ -966,8 +966,8 @@ def test_a_graph_survives_json_byte_for_byte(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llada-8b", "toy"])
 def test_lifetimes_of_a_graph_read_back_are_the_same(name: str) -> None:
+    from mosaic.planner.compiling import compile_body
     from mosaic.planner.lifetimes import derive
-    from mosaic.planner.template import compile_body
 
     g = GRAPHS[name]()
     bodies = [compile_body(graph) for graph in (g, from_json(to_json(g)))]

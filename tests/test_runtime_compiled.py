@@ -230,6 +230,19 @@ def test_a_row_does_not_depend_on_what_else_is_asked() -> None:
             torch.testing.assert_close(step.maximum, everything.maximum[rows], rtol=1e-6, atol=1e-6)
 
 
+def test_a_call_of_a_shape_that_came_before_has_its_own_ids_rows_and_logits() -> None:
+    before = [([1, 256, 3, 256], [0, 2]), ([256, 2, 3, 256], None)]
+    calls = [([7, 8, 256, 256], [1, 3]), ([5, 256, 256, 4], None)]
+    with mosaic.compile(LLADA) as model, mosaic.compile(LLADA) as fresh:
+        for ids, rows in before:
+            model(ids, logits_for=rows)
+        for ids, rows in calls:
+            step, alone = model(ids, logits_for=rows), fresh(ids, logits_for=rows)
+            assert torch.equal(step.rows, alone.rows) and torch.equal(step.maximum, alone.maximum)
+            assert (step.logits is None) == (rows is None)
+            assert step.logits is None or torch.equal(step.logits, alone.logits)
+
+
 def test_no_masked_row_gives_empty_statistics() -> None:
     with mosaic.compile(LLADA) as model:
         step = model(torch.tensor([1, 2, 3]))

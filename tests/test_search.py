@@ -10,8 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from mosaic.planner.rungs import smallest
-from mosaic.planner.search import TOLERANCE, SearchResult, TraceStep, brute_force, lowest, search
+from mosaic.planner.search import TOLERANCE, SearchResult, TraceStep, brute_force, lowest, search, smallest
 from mosaic.planner.space import Config, Point
 from tests.grid_tables import Tables, Tabulated
 from tests.small_programs import Exact, between, dims, space

@@ -19,8 +19,7 @@ from benchmarks.quality.exact import ExactSettings, check_vocabulary, measure_ex
 from benchmarks.quality.vocabulary import vocabulary
 from mosaic.decoding import GenerationConfig, resolve
 from mosaic.errors import UnsupportedModel
-from mosaic.models import load
-from mosaic.models.shipped import SHIPPED, shipped
+from mosaic.models import SHIPPED, load, shipped
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -45,7 +45,7 @@ from mosaic.models.step import StepSize
 from mosaic.planner.check import check_plan
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.host_copy import Arriving, HostCopy, spans
-from mosaic.runtime.numbers import Numbers
+from mosaic.runtime.host_inputs import Numbers
 from mosaic.runtime.packing import group_of, pack_step
 from mosaic.runtime.state_rows import RowTable
 from mosaic.runtime.steps import StepRequest

@@ -20,8 +20,7 @@ def model_names(incomplete: str) -> list[str]:
     >>> model_names("llada-8")
     ['llada-8b']
     """
-    from mosaic.models import PRESETS
-    from mosaic.models.shipped import SHIPPED
+    from mosaic.models import PRESETS, SHIPPED
 
     return [name for name in (*SHIPPED, *PRESETS) if name.startswith(incomplete)]
 

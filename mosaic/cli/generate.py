@@ -86,8 +86,7 @@ def generate(
     text = _prompt(prompt)
     from mosaic.decoding.config import GenerationConfig, resolve
     from mosaic.decoding.text import TextStreamer
-    from mosaic.models import load
-    from mosaic.models.shipped import SHIPPED
+    from mosaic.models import SHIPPED, load
 
     config = _of_one_request(GenerationConfig(**o.given(context)))
     described = scaled(load(model), rope_scaling)

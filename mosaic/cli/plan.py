@@ -65,7 +65,6 @@ def plan(
             raise UsageError("--compare takes two plan files and goes with --json alone.")
         _compare(compare, as_json)
         return
-    from mosaic.cli.exports import check_targets, export
     from mosaic.cli.request import read_model, read_request, scaled
     from mosaic.devices import DEFAULT_DEVICE
     from mosaic.planner.advice import misfit
@@ -84,7 +83,10 @@ def plan(
     if block_cache is not None and evicting is None:
         raise UsageError("--block-cache goes with --eviction, such as --eviction focus.")
     targets = {"json": out, "html": html, "png": png, "trace": trace, "snapshot": snapshot}
-    check_targets(targets.values())
+    if any(targets.values()):
+        from mosaic.cli.exports import check_targets, export
+
+        check_targets(targets.values())
     described = scaled(read_model(model, dtype), rope_scaling)
     with collector_paused():  # to the end, or the collector traverses the planner's objects during the output
         planner = Planner(
@@ -121,7 +123,8 @@ def plan(
             if any(targets.values()):
                 note("nothing written, since the plan does not fit.")
             raise typer.Exit(3)
-        export(made.document, targets)
+        if any(targets.values()):
+            export(made.document, targets)
         if as_json and run:
             of_steps = {"steps": figures(others)} if policy is not None else {}
             of_graphs = {"graphs": graphs, "eviction_pays_up_to": pays_up_to(graphs)} if evicting is not None else {}

@@ -66,7 +66,7 @@ def own_dtype(model: str, device: str) -> str | None:
     The small models run in float32 on a CPU, because 16-bit operands are converted tile by tile, which is slower.
     """
     from mosaic.devices import load_device
-    from mosaic.models.shipped import SHIPPED
+    from mosaic.models import SHIPPED
 
     return "float32" if model in SHIPPED and load_device(device).backend == "cpu" else None
 

@@ -48,8 +48,8 @@ def decode_ahead(canvas: Canvas, blocks: Blocks, sampling: Sampling, quotas: Seq
         Tokens that each step of a block commits: the least number, or with `exactly` the number.
     """
     asked = _Requests(canvas, blocks, sampling, quotas)
-    if blocks.prefix:
-        yield blocks.ask(canvas, blocks.writing(0, blocks.prefix))
+    for writing in blocks.prefill():
+        yield blocks.ask(canvas, writing)
     masked, steps, taken = canvas.mask_array, 0, 0
     seen = [0] * (blocks.block + 1)  # steps so far, by how many positions they have decided
     for number in range(asked.count):
@@ -151,7 +151,7 @@ def ahead_shapes(blocks: Blocks) -> Shapes:
     window, rows = (2 * block, block) if length - prefix > block else (block, length - blocks.prompt_len)
     first, *later = [_step(blocks, prefix, number).phase for number in range(max(blocks.steps, 2))]
     return [
-        cached_shape(blocks.writing(0, prefix).phase, prefix, prefix),
+        cached_shape(blocks.writing(0, prefix).phase, blocks.chunk, prefix),
         cached_shape(first, window, length, rows, states={CANVAS: length}),
         *(cached_shape(phase, block, length, rows, states={CANVAS: length}) for phase in dict.fromkeys(later)),
     ]

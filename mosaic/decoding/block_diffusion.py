@@ -47,8 +47,8 @@ def decode(canvas: Canvas) -> Steps:
         exactly = config.remasking == "low_confidence_static"
         yield from decode_ahead(canvas, blocks, _sampling(config), quotas, exactly=exactly)
         return
-    if blocks.prefix:
-        yield blocks.ask(canvas, blocks.writing(0, blocks.prefix))
+    for step in blocks.prefill():
+        yield blocks.ask(canvas, step)
     for number, start in enumerate(range(blocks.prefix, canvas.length, blocks.block)):
         canvas.block = number
         yield from _denoise_block(canvas, blocks, start, quotas, unwritten=blocks.block if number else 0)
@@ -105,7 +105,7 @@ def block_shapes(blocks: Blocks, most: int | None = None) -> Shapes:
     first, *later = blocks.phases()
     written = blocks.writing(length - 2 * block, length - block).phase
     return [
-        cached_shape(blocks.writing(0, prefix).phase, prefix, prefix),
+        cached_shape(blocks.writing(0, prefix).phase, blocks.chunk, prefix),
         cached_shape(written, block if several and not blocks.within else 0, length - block),
         cached_shape(first, 2 * block if several and blocks.within else block, length, rows),
         *(cached_shape(phase, block, length, rows) for phase in later),

@@ -14,7 +14,7 @@ import torch
 
 from mosaic.decoding.block_diffusion import block_shapes
 from mosaic.decoding.blocks import Blocks
-from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps, whole_blocks
+from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps
 from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
 
@@ -34,31 +34,29 @@ def _phase(config: GenerationConfig) -> Phase:
 
 def decode(canvas: Canvas) -> Steps:
     """Decode one request. A block's final keys and values are written by the first step of the next one, as in SDAR."""
-    config, block = canvas.config, canvas.config.block_length
-    assert block is not None
+    blocks = Blocks(canvas.config, canvas.architecture, canvas.prompt_len, _phase(canvas.config))
     canvas.settled = canvas.prompt_len
-    prefix, _ = whole_blocks(config, canvas.prompt_len)
-    if prefix:
-        yield canvas.fill(0, prefix)
-    for number, start in enumerate(range(prefix, canvas.length, block)):
+    for step in blocks.prefill():
+        yield blocks.ask(canvas, step)
+    for number, start in enumerate(range(blocks.prefix, canvas.length, blocks.block)):
         canvas.block = number
-        yield from _edit_block(canvas, start, start + block, unwritten=block if number else 0)
-        canvas.settled = start + block
+        yield from _edit_block(canvas, blocks, start, unwritten=blocks.block if number else 0)
+        canvas.settled = start + blocks.block
         if canvas.finished:
             return
 
 
-def _edit_block(canvas: Canvas, start: int, end: int, *, unwritten: int) -> Steps:
+def _edit_block(canvas: Canvas, blocks: Blocks, start: int, *, unwritten: int) -> Steps:
     """Decode a block, until no mask is left and a step changes nothing, or enough steps have only edited."""
-    config, sampling = canvas.config, Sampling.of(canvas.config, scaled=True)
+    config, sampling, end = canvas.config, Sampling.of(canvas.config, scaled=True), start + blocks.block
     positions = torch.arange(max(start, canvas.prompt_len), end)
     first, post_steps, seen, quota = start - unwritten, 0, set[bytes](), _AT_LEAST
     while (filling := bool(canvas.masked[start:end].any())) or post_steps < config.max_post_steps:
         before = canvas.tokens[start:end].clone()
-        result = yield canvas.ask(
-            _phase(config),
+        result = yield blocks.ask(
+            canvas,
+            blocks.step(start, 0, (first, end)),
             positions,
-            window=(first, end),
             sampling=sampling,
             quota=quota,
             threshold=config.threshold or 0.0,

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from mosaic.decoding.canvas import COMMIT, Canvas, Positions, as_array, whole_blocks
 from mosaic.decoding.config import GenerationConfig
+from mosaic.models.parts import KEPT
+from mosaic.models.parts.ringed import Ringed
 from mosaic.models.phase import Phase
-from mosaic.models.policies.policy import BlockStep
+from mosaic.models.policies.policy import BlockStep, with_parts
 from mosaic.models.policies.registry import policies_of
 
 if TYPE_CHECKING:
@@ -42,6 +44,10 @@ class Blocks:
         Tokens of the prompt's whole blocks, and positions of the canvas, whole blocks too.
     block, steps
         Tokens of a block, and the steps that it is to take.
+    cache
+        What keys are kept in: rings for layers with a window, if attention is causal by blocks.
+    chunk
+        Most tokens of the prompt's whole blocks that one step writes.
     within
         Whether the first step of a block may write the final keys of the block before.
     """
@@ -51,6 +57,11 @@ class Blocks:
         self.prefix, self.length = whole_blocks(config, prompt_len)
         self.block = config.block_length or 1
         self.steps = config.steps or self.block
+        self.cache, self.chunk, window = phase.cache, self.prefix, max(arch.windows, default=0)
+        if window and arch.block and self.cache == KEPT:
+            # two blocks at least: the first step of one writes both, and may be taken back to the one before
+            most = self.block * max(-(-window // self.block), 2)
+            self.cache, self.chunk = Ringed(ring=window - 1 + most), min(most, self.prefix)
         self._policies = policies_of(config, arch, self.length)
         self.within = all(policy.within for policy in self._policies)
 
@@ -67,6 +78,8 @@ class Blocks:
             prompt_len=self.prompt_len, prefix=self.prefix, key_len=key_len,
         )  # fmt: skip
         found = phase or self.phase
+        if self.cache != self.phase.cache:
+            found = with_parts(found, cache=self.cache)
         for policy in self._policies:
             found = policy.phase(found, step)
         step.phase = found
@@ -75,6 +88,14 @@ class Blocks:
     def writing(self, start: int, end: int, phase: Phase = COMMIT) -> BlockStep:
         """Describe a step that writes the keys of final tokens: of the prompt, or of a block."""
         return self.step(start, 0, (start, end), phase=phase, writes=True)
+
+    def prefill(self, last: Phase = COMMIT) -> list[BlockStep]:
+        """Describe the steps that write the prompt's whole blocks: one, or with rings as many as they have room for."""
+        starts = range(0, self.prefix, self.chunk or 1)
+        return [
+            self.writing(start, min(start + self.chunk, self.prefix), last if start == starts[-1] else COMMIT)
+            for start in starts
+        ]
 
     def phases(self) -> list[Phase]:
         """Return the phases of a block's steps in their order, each once."""

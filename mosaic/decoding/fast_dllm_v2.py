@@ -35,7 +35,9 @@ def _blocks(config: GenerationConfig, arch: Architecture, prompt_len: int) -> Bl
 
 def _closing(blocks: Blocks, config: GenerationConfig, start: int, end: int) -> BlockStep:
     """Describe the step after a finished block: a first step of the next block if steps are greedy and attend to all keys."""
-    alike = not config.temperature and all(found.cache == KEPT and found.cut is None for found in blocks.phases())
+    alike = not config.temperature and all(
+        found.cache == blocks.cache and found.cut is None for found in blocks.phases()
+    )
     return blocks.step(end, 0, (start, end), key_len=end) if alike else blocks.writing(start, end, _NEXT)
 
 
@@ -52,10 +54,11 @@ def decode(canvas: Canvas) -> Steps:
     config = canvas.config
     blocks = _blocks(config, canvas.architecture, canvas.prompt_len)
     block, prefix = blocks.block, blocks.prefix
-    if prefix == canvas.prompt_len:
-        yield from _predict(canvas, blocks, blocks.writing(0, prefix, _NEXT))
-    elif prefix:
-        yield blocks.ask(canvas, blocks.writing(0, prefix))
+    for step in blocks.prefill(_NEXT if prefix == canvas.prompt_len else COMMIT):
+        if step.window[1] == canvas.prompt_len:
+            yield from _predict(canvas, blocks, step)
+        else:
+            yield blocks.ask(canvas, step)
     for number, start in enumerate(range(prefix, canvas.length, block)):
         canvas.block = number
         if canvas.finished:
@@ -104,7 +107,9 @@ def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int
     committed = (end - 1 - prefix) // block * block + prefix
     phases, closing = blocks.phases(), _closing(blocks, config, committed - block, committed).phase
     return [
-        cached_shape(blocks.writing(0, prefix, _NEXT if predicts else COMMIT).phase, prefix, prefix, int(predicts)),
+        cached_shape(
+            blocks.writing(0, prefix, _NEXT if predicts else COMMIT).phase, blocks.chunk, prefix, int(predicts)
+        ),
         *(cached_shape(phase, block if last else 0, last, most_rows.get(last, 0)) for phase in phases),
         *(cached_shape(phase, block if fullest != last else 0, fullest, most_rows.get(fullest, 0)) for phase in phases),
         cached_shape(closing, block if committed > prefix else 0, committed, 1),

@@ -42,12 +42,14 @@ def bind(
     group = q.shape[1] // (kv_heads * head_size)
     rows, sums = q.shape[0], None
     if logsumexp is None:
-        asked, masked = {"q": q} if sees is None else {"q": q, "sees": sees}, bool(block) or sees is not None
+        asked, masked = {"q": q, "kv": kv}, bool(block) or sees is not None
+        if sees is not None:
+            asked["sees"] = sees
         converted, tiles = parted(
             tiles_of("kv_attention", scratch, asked, head_size=head_size, block=block), masked=masked
         )
     else:
-        sums, *found = tiles_of("prefix_attention", scratch, {"q": q}, head_size=head_size)
+        sums, *found = tiles_of("prefix_attention", scratch, {"q": q, "kv": kv}, head_size=head_size)
         converted, tiles = parted(found, masked=True)
     q_KTGH, y_KTGH = (x.view(rows, kv_heads, group, head_size).transpose(0, 1) for x in (q, y))
     sums_KTG = None if logsumexp is None else logsumexp.view(rows, kv_heads, group).transpose(0, 1)
@@ -105,7 +107,7 @@ def attend_heads(
     q_KTGH
         Query rows of every KV head and head of its group.
     kept
-        The keys, in order of position from 0 on; every row sees a key of the first tile.
+        The keys, in order of position; unless `since` is given, every row sees a key of the first tile.
     seen, since
         How many of them each row sees, and from which on, where not from the first.
     converted, tiles
@@ -113,7 +115,7 @@ def attend_heads(
     """
     (query, *wide), (heads, count, group, _) = converted, q_KTGH.shape
     most = max(seen)
-    whole = kept[0][1].shape[2] >= most and not wide
+    whole = kept[0][0] + kept[0][1].shape[2] >= most and not wide
     rows, keys = tile_shape(most, in_place=whole)
     members = min(group, rows)
     places = [*_places(kept, keys)]
@@ -125,7 +127,7 @@ def attend_heads(
             for start in range(0, count, tokens):
                 tile = mine, slice(start, start + tokens), slice(member, member + members)
                 part, limits = q_KTGH[tile], seen[start : start + tokens]
-                apart = bool(wide) or members > 1
+                apart = query.dtype != q_KTGH.dtype or members > 1
                 packed = beginning(query, part.shape).copy_(part).flatten(1, 2) if apart else part.squeeze(2)
                 parts = _key_tiles(places, mine, max(limits), wide)
                 log_sums = None if sums is None else sums[: packed.shape[0] * packed.shape[1]]
@@ -167,9 +169,10 @@ def reference(
         count = int(seen[sequence])
         if not count:
             continue
-        k_KSH, v_KSH = torch.cat([both for _, both in kept[sequence]], dim=2)[:, :, :count]
+        first = kept[sequence][0][0]
+        k_KSH, v_KSH = torch.cat([both for _, both in kept[sequence]], dim=2)[:, :, : count - first].to(q.dtype)
         q_KGTH = q[start:end].view(end - start, kv_heads, group, head_size).permute(1, 2, 0, 3)
-        hidden = ~visible(positions[start:end], count, block, None if sees is None else sees[start:end])
+        hidden = ~visible(positions[start:end], count, block, None if sees is None else sees[start:end])[:, first:]
         scores = (q_KGTH @ k_KSH[:, None].transpose(2, 3) * scale).masked_fill(hidden, float("-inf"))
         y[start:end] = (torch.softmax(scores, dim=3) @ v_KSH[:, None]).permute(2, 0, 1, 3).flatten(1)
     return y

@@ -40,7 +40,7 @@ def reference(
     for sequence, start, end in windows(cu_seqlens, row_start, q.shape[0]):
         if count := int(seen[sequence]):
             kept = [kept_tokens(kv, piece, layer, kv_heads, head_size)[0] for piece in owned[sequence]]
-            k_KSH = torch.cat(kept, dim=1)[:, :count]
+            k_KSH = torch.cat(kept, dim=1)[:, :count].to(q.dtype)
             q_KGTH = q[start:end].view(end - start, kv_heads, -1, head_size).permute(1, 2, 0, 3)
             hidden = ~visible(positions[start:end], count, block)
             scores = (q_KGTH @ k_KSH[:, None].transpose(2, 3) * scale).masked_fill(hidden, float("-inf"))

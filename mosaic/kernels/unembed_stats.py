@@ -5,29 +5,39 @@ dtype. Legend: C rows, D hidden, V vocabulary.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.scratch import beginning, tiles_of
 from mosaic.kernels.shared.statistics import RowStatistics, statistics_reference
 
 
-def launch(
-    *, x: Tensor, weight: Tensor, token: Tensor, maximum: Tensor, second: Tensor, logsumexp: Tensor, entropy: Tensor,
+def bind(
+    *,
+    x: Tensor,
+    weight: Tensor,
+    token: Tensor,
+    maximum: Tensor,
+    second: Tensor,
+    logsumexp: Tensor,
+    entropy: Tensor,
     scratch: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> Run:
     """Write the five statistics of the logits of x [C, D] against weight [V, D]."""
     tiles = tiles_of("unembed_stats", scratch, {"x": x, "weight": weight})
     state = RowStatistics(
         token=token, maximum=maximum, second=second, logsumexp=logsumexp, entropy=entropy, tiles=tiles
     )
-    multiply_in("unembed_stats", x, weight, state, tiles[11:])
+    return partial(multiply_in, x, weight, state, tiles[11:])
 
 
-def multiply_in(
-    kernel: str, x_CD: Tensor, weight_VD: Tensor, state: RowStatistics, converted: Sequence[Tensor]
-) -> None:
+launch = launcher(bind)
+
+
+def multiply_in(x_CD: Tensor, weight_VD: Tensor, state: RowStatistics, converted: Sequence[Tensor]) -> None:
     """Bring the logits x @ weight.T into the state, tile by tile.
 
     `converted` is empty for float32; else two float32 tiles, for rows of x and of the weight.

@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any, Final
 from mosaic.errors import CheckpointError, UnknownName, UnsupportedModel
 from mosaic.models import dream, fast_dllm_v2, llada, llada2, llada_moe, sdar
 from mosaic.models.architecture import Architecture
+from mosaic.models.config_json import FLOATS, dtype_of
 from mosaic.models.phase import FULL_STEP, Phase
-from mosaic.models.shipped import SHIPPED, shipped
-from mosaic.models.values import FLOATS, dtype_of
 
 if TYPE_CHECKING:
     from mosaic.registrar.graph import Graph
     from mosaic.registrar.program import Program
     from mosaic.registrar.schemes.scheme import Scheme
 
-__all__ = ["FAMILIES", "PRESETS", "Model", "load"]
+__all__ = ["CHECKPOINTS", "FAMILIES", "PRESETS", "SHIPPED", "Model", "load", "shipped"]
 
 FAMILIES: Final[Mapping[str, ModuleType]] = {
     module.FAMILY: module for module in (llada, dream, llada_moe, sdar, fast_dllm_v2, llada2)
@@ -33,6 +32,9 @@ FAMILIES: Final[Mapping[str, ModuleType]] = {
 PRESETS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     name: (family, config) for family, module in FAMILIES.items() for name, config in module.PRESETS.items()
 }
+SHIPPED: Final[Mapping[str, str]] = {"small": "small-llada", "small-llada": "small-llada", "small-sdar": "small-sdar"}
+"""Small trained models that are part of the wheel: name -> directory in `mosaic/checkpoints`; `small` is the bidirectional one."""
+CHECKPOINTS: Final = Path(__file__).parent.parent / "checkpoints"
 GUIDE: Final = "To plan another model, register it as a graph: README, 'Register a model of your own'."
 
 
@@ -65,6 +67,12 @@ class Model:
         if dtype not in FLOATS:
             raise UnknownName("dtype", dtype, FLOATS)
         return replace(self, architecture=replace(self.architecture, dtype=dtype))
+
+    def with_keys(self, dtype: str) -> Model:
+        """Return the same model with keys and values kept in a dtype of their own."""
+        if dtype not in FLOATS:
+            raise UnknownName("dtype", dtype, FLOATS)
+        return replace(self, architecture=replace(self.architecture, keys=dtype))
 
     def with_scheme(self, scheme: Scheme) -> Model:
         """Return the same model with the matrices of its layers stored in a scheme."""
@@ -161,6 +169,29 @@ def load(source: str | Path | Mapping[str, Any]) -> Model:
         )
     file = path / "config.json" if path.is_dir() else path
     return _from_config(_read_config(file), (path if path.is_dir() else path.parent).resolve().name, file.parent)
+
+
+def shipped(name: str) -> Path | None:
+    """Return the directory of a shipped model, or None for any other name.
+
+    Raises
+    ------
+    CheckpointError
+        If its files are missing from this installation.
+
+    Examples
+    --------
+    >>> shipped("llada-8b") is None
+    True
+    """
+    if name not in SHIPPED:
+        return None
+    path = CHECKPOINTS / SHIPPED[name]
+    if not (path / "config.json").is_file():
+        raise CheckpointError(
+            f"the model '{name}' is not in this installation ({path} is missing): pip install --force-reinstall mosaic-dllm."
+        )
+    return path
 
 
 def _read_config(file: Path) -> dict[str, Any]:

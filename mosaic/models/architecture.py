@@ -206,7 +206,9 @@ class Architecture:
     pad_token_id
         The token that pads a batch; None if the config names none.
     dtype
-        Of hidden states, activations and keys, and of weights that are not encoded by a scheme.
+        Of hidden states and activations, and of weights that are stored as they are.
+    keys
+        The dtype that keys and values are kept in; that of activations, if not given.
     scheme
         How the matrices of layers are stored.
 
@@ -226,6 +228,7 @@ class Architecture:
     shifted: bool = False
     published: str = ""
     dtype: str = "bfloat16"
+    keys: str = ""
     scheme: Scheme = PLAIN
     max_positions: int = 0
     block: int = 0

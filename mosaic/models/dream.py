@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mosaic.models.architecture import Architecture, FeedForward, Layer
+from mosaic.models.config_json import positive
 from mosaic.models.huggingface import HUGGINGFACE, attention, preset, transformer
-from mosaic.models.values import positive
 
 FAMILY: Final = "dream"
 LABEL: Final = "Dream"

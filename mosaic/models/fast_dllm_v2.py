@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from mosaic.models import dream
 from mosaic.models.architecture import Architecture
+from mosaic.models.config_json import positive
 from mosaic.models.huggingface import preset, transformer
-from mosaic.models.values import positive
 
 FAMILY: Final = "fast-dllm-v2"
 LABEL: Final = "Fast-dLLM v2"

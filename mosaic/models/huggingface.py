@@ -8,9 +8,8 @@ from typing import Any, Final
 
 from mosaic.errors import UnsupportedModel
 from mosaic.models.architecture import Architecture, Attention, FeedForward, Layer, TensorNames
-from mosaic.models.keys import COMMON
+from mosaic.models.config_json import COMMON, flag, number, positive, share, token_id, token_ids
 from mosaic.models.rotary import read_rotary
-from mosaic.models.values import flag, number, positive, share, token_id, token_ids
 
 HUGGINGFACE: Final = COMMON.extended(
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size rms_norm_eps "

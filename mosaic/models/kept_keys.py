@@ -26,18 +26,23 @@ class KeyRow(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def key_row(arch: Architecture) -> KeyRow:
-    """Lay out the keys and values of all layers: the widest first, layers of one width in order.
+def key_row(arch: Architecture, windowed: bool | None = None) -> KeyRow:
+    """Lay out the keys and values of all layers, or of those with or without a window: the widest first, layers of one width in
+    order.
 
     A layer begins at a multiple of its width, and a row is a multiple of every layer's width, so that operators can
     count rows and places in widths of their own layer. No column is unused if every width divides the widest.
     """
-    widths = [2 * layer.attention.kv_width for layer in arch.stack]
-    places, end = [0] * len(widths), 0
-    for layer in sorted(range(len(widths)), key=lambda layer: -widths[layer]):
+    widths = {
+        number: 2 * layer.attention.kv_width
+        for number, layer in enumerate(arch.stack)
+        if windowed in (None, layer.attention.window > 0)
+    }
+    places, end = [0] * arch.layers, 0
+    for layer in sorted(widths, key=lambda layer: -widths[layer]):
         places[layer] = -(-end // widths[layer])
         end = (places[layer] + 1) * widths[layer]
-    multiple = lcm(*widths)
+    multiple = lcm(*widths.values())
     return KeyRow(-(-end // multiple) * multiple, tuple(places))
 
 

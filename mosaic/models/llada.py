@@ -7,9 +7,8 @@ from typing import Any, Final
 
 from mosaic.errors import UnsupportedModel
 from mosaic.models.architecture import Architecture, Attention, FeedForward, Layer, TensorNames
-from mosaic.models.keys import COMMON, Fixed
+from mosaic.models.config_json import COMMON, Fixed, count, flag, number, positive, share, token_id, token_ids
 from mosaic.models.rotary import read_rotary
-from mosaic.models.values import count, flag, number, positive, share, token_id, token_ids
 
 FAMILY: Final = "llada"
 LABEL: Final = "LLaDA"

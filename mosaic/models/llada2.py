@@ -12,9 +12,8 @@ from typing import Any, Final
 
 from mosaic.errors import UnsupportedModel
 from mosaic.models.architecture import Architecture, FeedForward, Layer, TensorNames
+from mosaic.models.config_json import Fixed, count, flag, number, positive
 from mosaic.models.huggingface import HUGGINGFACE, attention, preset, transformer
-from mosaic.models.keys import Fixed
-from mosaic.models.values import count, flag, number, positive
 
 FAMILY: Final = "llada2"
 LABEL: Final = "LLaDA2"

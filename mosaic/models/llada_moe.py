@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from mosaic.models.architecture import Architecture, FeedForward, Layer
+from mosaic.models.config_json import Fixed, flag, positive
 from mosaic.models.huggingface import HUGGINGFACE, attention, preset, transformer
 from mosaic.models.huggingface import NAMES as HUGGINGFACE_NAMES
-from mosaic.models.keys import Fixed
-from mosaic.models.values import flag, positive
 
 FAMILY: Final = "llada-moe"
 LABEL: Final = "LLaDA-MoE"

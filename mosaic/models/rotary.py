@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, Self, TypeAlias, get_args
 
 from mosaic.errors import UnsupportedModel, UsageError
-from mosaic.models.values import flag, number, positive, refuse
+from mosaic.models.config_json import flag, number, positive, refuse
 
 Scaling: TypeAlias = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 

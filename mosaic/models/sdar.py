@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mosaic.models.architecture import Architecture, FeedForward, Layer
+from mosaic.models.config_json import Fixed, positive
 from mosaic.models.huggingface import HUGGINGFACE, attention, preset, transformer
-from mosaic.models.keys import Fixed
-from mosaic.models.values import positive
 
 FAMILY: Final = "sdar"
 LABEL: Final = "SDAR"

@@ -67,10 +67,14 @@ class State:
         """Return the columns of a row in a model; 0 if it is one element."""
         return self.width
 
+    def dtype_in(self, arch: Architecture) -> str:
+        """Return the dtype of its elements in a model."""
+        return self.dtype or arch.dtype
+
     def register(self, g: Graph, arch: Architecture) -> Buffer:
         """Declare the state in a graph; a second call returns the same buffer."""
         rows, columns = g.dim(self.rows_dim), self.columns(arch)
-        return g.state(self.name, (rows, columns) if columns else (rows,), self.dtype or arch.dtype)
+        return g.state(self.name, (rows, columns) if columns else (rows,), self.dtype_in(arch))
 
 
 def rows_by_name(rows: Mapping[State, int]) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import lt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
@@ -29,9 +30,9 @@ take about as long as one, so a generation whose masks get fewer needs few plans
 windows are rounded to powers of two up to `MOST_PADDED`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepSize:
-    """The size of one step over one or more sequences.
+    """The size of one step over one or more sequences. What a step asks for whenever it runs is found once.
 
     Parameters
     ----------
@@ -124,7 +125,7 @@ class StepSize:
         if self.states[kept] < max(self.owned):
             raise UsageError(f"{max(self.owned):,} keys do not fit {self.states[kept]:,} rows of the state.")
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of all windows together, rounded up if the phase pads windows."""
         count = sum(self.windows)
@@ -146,12 +147,12 @@ class StepSize:
         """The name of its graph."""
         return self.phase.name
 
-    @property
+    @cached_property
     def follows(self) -> bool:
         """Whether it reads carries of another graph."""
         return self.kept > 0
 
-    @property
+    @cached_property
     def takes_all(self) -> bool:
         """Whether this graph must have every setting of a call; each of two graphs takes the settings that it has."""
         return self.phase.graph == "whole"
@@ -161,7 +162,7 @@ class StepSize:
         """Whether weights must stay where they are: they cannot move between the graphs of one step."""
         return self.phase.cut is not None
 
-    @property
+    @cached_property
     def bucketed(self) -> BucketedStep | None:
         """How the two graphs of a cut phase make a step; None for an uncut phase."""
         return self.phase.bucketed
@@ -277,7 +278,7 @@ class StepSize:
             rounded_states(self.states),
         )
 
-    @property
+    @cached_property
     def key(self) -> Hashable:
         """A key that is equal for steps that one rounded plan serves."""
         return self.phase, len(self.windows), self.tokens, self.kept, *self._rounded

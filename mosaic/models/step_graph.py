@@ -40,6 +40,8 @@ class StepGraph(Protocol):
         Rotary frequencies by rule; the sequence of each token if each sequence has its own frequencies, else None.
     kv
         The state [R, W] of keys and values, if the cache policy has one.
+    near
+        The state [R, W] of layers with a window, where it is another, else None.
     fused
         Whether ops between products are fused into them, for steps of few rows: a choice of steps over kept keys.
     arrivals
@@ -60,6 +62,7 @@ class StepGraph(Protocol):
     inv_freq: dict[Rotary, Buffer]
     sequences: Buffer | None
     kv: Buffer
+    near: Buffer | None
     fused: bool
     arrivals: Buffer | None
 

@@ -52,6 +52,7 @@ class TransformerStep:
     """
 
     kv: Buffer
+    near: Buffer | None = None
 
     def __init__(self, g: Graph, arch: Architecture, phase: Phase) -> None:
         self.g, self.arch, self.phase = g, arch, phase

@@ -41,26 +41,27 @@ class KnobRecord(NamedTuple):
 class OpRecord(NamedTuple):
     """One launch; reads, writes and operands are buffer ids, `flops` to `rate_columns` rows of the polynomial table.
 
-    `ways` names the implementations that the backend has; `rate` is the rate of a single one, else the operator's.
+    `ways` names the implementations that the backend has; `rate` is the rate of a single one, else the operator's. Records have
+    no lists, which the cycle collector would visit: there are tens of thousands.
     """
 
     name: str
     kernel: str
     stream: str
     region: int | None
-    reads: list[int]
-    writes: list[int]
-    updates: list[int]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    updates: tuple[int, ...]
     operands: dict[str, int]
     attrs: dict[str, Any]
-    inplace: list[list[int]]
-    slices: list[list[Any]]
+    inplace: tuple[tuple[int, ...], ...]
+    slices: tuple[tuple[Any, ...], ...]
     rate: str
     flops: int
     bytes: int
     rate_rows: int
     rate_columns: int
-    ways: list[str]
+    ways: tuple[str, ...]
 
 
 class BufferRecord(NamedTuple):
@@ -70,7 +71,7 @@ class BufferRecord(NamedTuple):
     kind: str
     pool: str
     dtype: str
-    shape: list[int]
+    shape: tuple[int, ...]
     bytes: int
     home: int | None
     tensor: str | None

@@ -25,6 +25,7 @@ from mosaic.registrar.operator import Spec
 from mosaic.registrar.operators import find
 
 _Vector: TypeAlias = npt.NDArray[np.float64]
+_Knobs: TypeAlias = tuple[str, ...]
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 _LINK_SHARE: Final = 0.5
@@ -155,7 +156,7 @@ class OpTimes:
 
     def __init__(self, body: Body, device: Device, *, batch_invariant: bool = False) -> None:
         self.body, self.device, self.has_streams = body, device, body.has_streams
-        loop_of = overlapping_loops(body)
+        loop_of = overlapping_loops(body) if body.has_streams else [None] * len(body.ops)
         invariant = batch_invariant and device.backend == "cuda"
         keys = _cost_classes(body, loop_of, kernels_on_request(body, device.backend) if invariant else ())
         counts = Counter(keys)
@@ -163,9 +164,8 @@ class OpTimes:
         self.groups = sorted({c.knobs for c in self.classes})
         self.columns = _knob_columns(body)
         self._dims = sorted(set(range(len(body.variables))) - set(self.columns.values()))
-        self._parts_of = {
-            group: _part(body, [c for c in self.classes if c.knobs == group], counts) for group in self.groups
-        }
+        self._counts = counts
+        self._joints: dict[tuple[_Knobs, ...], tuple[_Part, _Vector]] = {}
         self._whole = _part(body, self.classes, counts)
         self._grids = RateGrids(device)
         kernels = sorted({c.kernel for c in self.classes if c.kernel})
@@ -252,36 +252,45 @@ class OpTimes:
         return seconds
 
     def group_seconds(
-        self,
-        group: tuple[str, ...],
-        values: Sequence[int],
-        settings: Sequence[Sequence[int]],
-        extents: Mapping[str, int],
-    ) -> list[float]:
-        """Return the seconds of all ops that depend on exactly these knobs, all iterations together, on one stream.
+        self, asked: Mapping[_Knobs, Sequence[Sequence[int]]], values: Sequence[int], extents: Mapping[str, int]
+    ) -> dict[_Knobs, list[float]]:
+        """Return, by group, the seconds of all ops that depend on exactly its knobs, all iterations together, on one stream.
 
         Parameters
         ----------
+        asked
+            By group, rows of each of its knobs, [settings, knobs]: asked for together they cost little more than one.
         values
-            Of the body's variables; those of the group's knobs are replaced.
-        settings
-            Rows of each of the group's knobs, [settings, knobs]; several in one call cost little more than one.
+            Of the body's variables; those of a group's knobs are replaced.
         """
+        if not asked:
+            return {}
         points: list[list[int]] = []
         weights: list[int] = []
         begins: list[int] = []
-        for rows in settings:
-            point = list(values)
-            for knob, count in zip(group, rows, strict=True):
-                point[self.columns[knob]] = count
-            begins.append(len(points))
-            for weight, iteration in _iterations(self.columns, group, point, extents):
-                weights.append(weight)
-                points.append(iteration)
-        part = self._parts_of[group]
-        once = self._launch_seconds(part, points) @ part.counts
-        seconds: list[float] = np.add.reduceat(once * np.array(weights, dtype=np.float64), begins).tolist()
-        return seconds
+        owners: list[int] = []
+        for number, (group, settings) in enumerate(asked.items()):
+            for rows in settings:
+                point = list(values)
+                for knob, count in zip(group, rows, strict=True):
+                    point[self.columns[knob]] = count
+                begins.append(len(points))
+                for weight, iteration in _iterations(self.columns, group, point, extents):
+                    weights.append(weight)
+                    points.append(iteration)
+                    owners.append(number)
+        part, counts = self._joint(tuple(asked))
+        once = (self._launch_seconds(part, points) * counts[owners]).sum(axis=1)
+        seconds = iter(np.add.reduceat(once * np.array(weights, dtype=np.float64), begins).tolist())
+        return {group: [next(seconds) for _ in settings] for group, settings in asked.items()}
+
+    def _joint(self, groups: tuple[_Knobs, ...]) -> tuple[_Part, _Vector]:
+        """The classes of some groups, and how many ops of each group each stands for, [groups, classes]."""
+        if groups not in self._joints:
+            classes = [c for c in self.classes if c.knobs in groups]
+            counts = [[self._counts[c] * (c.knobs == group) for c in classes] for group in groups]
+            self._joints[groups] = _part(self.body, classes, self._counts), np.array(counts, dtype=np.float64)
+        return self._joints[groups]
 
     def total_seconds(self, values: Sequence[int], extents: Mapping[str, int]) -> float:
         """Return the predicted seconds of the whole step, side streams in parallel with the main one.

@@ -14,8 +14,7 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 from mosaic.planner.placement import Placement, place, replayed
-from mosaic.planner.rungs import Rung, groups, smallest
-from mosaic.planner.search import SearchResult, lowest, search, trace_step
+from mosaic.planner.search import Rung, SearchResult, groups, lowest, search, smallest, trace_step
 from mosaic.planner.space import Config, Point, Space
 
 DimsAt = Callable[[int], Mapping[str, int]]

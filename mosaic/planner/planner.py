@@ -18,7 +18,6 @@ from mosaic.models.architecture import Architecture
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.safetensors import Layout
 from mosaic.models.step import MAX_TOKENS, StepSize
-from mosaic.planner.cache import template_of
 from mosaic.planner.check import prove_safe
 from mosaic.planner.document import Draft, assemble
 from mosaic.planner.limits import MemoryBytes, holds, is_feasible, least, max_context, search_and_place, smallest_total
@@ -27,7 +26,7 @@ from mosaic.planner.plan import Plan
 from mosaic.planner.request import DEFAULT_MASK_RATIO, Request
 from mosaic.planner.search import SearchResult, lowest
 from mosaic.planner.space import Config, Point, Space
-from mosaic.planner.template import collector_paused, compile_template
+from mosaic.planner.template import collector_paused, compile_template, template_of
 from mosaic.registrar.bucketed import ProgramStep
 from mosaic.registrar.program import Program
 from mosaic.units import Size, parse_bytes

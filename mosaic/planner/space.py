@@ -305,7 +305,8 @@ class Point(Grid):
                 [n if n is not None and n < most else most for n, most in zip(setting, whole, strict=True)]
                 for setting in settings
             ]
-            seconds = self.space.times(config.choices).group_seconds(group, self.values(config), counts, self.extents)
+            times = self.space.times(config.choices)
+            seconds = times.group_seconds({group: counts}, self.values(config), self.extents)[group]
             known.update(zip(settings, seconds, strict=True))
         return known[rows]
 
@@ -323,24 +324,22 @@ class Point(Grid):
         times, values = self.space.times(config.choices), self.values(config)
         if times.has_streams:
             return times.total_seconds(values, self.extents)
-        at = times.columns
-        return sum(
-            times.group_seconds(group, values, [[values[at[knob]] for knob in group]], self.extents)[0]
-            for group in times.groups
-        )
+        asked = {group: [[values[times.columns[knob]] for knob in group]] for group in times.groups}
+        return sum(seconds for (seconds,) in times.group_seconds(asked, values, self.extents).values())
 
     def _tabulate(self, choices: tuple[str, ...]) -> _Tables:
-        """Times of every knob at all its settings: a few vector operations instead of a few each."""
-        times = self.space.times(choices)
-        values = self.values(Config(choices, (None,) * len(self.knobs)))
-        tables: list[dict[int | None, float]] = []
-        for index, knob in enumerate(self.space.template.knobs):
-            options = self.options(choices, index)
-            if (knob.name,) not in times.groups:
-                tables.append(dict.fromkeys(options, 0.0))
-                continue
-            settings = [[self.extents[knob.name] if rows is None else rows] for rows in options]
-            seconds = times.group_seconds((knob.name,), values, settings, self.extents)
-            tables.append(dict(zip(options, seconds, strict=True)))
-        fixed = times.group_seconds((), values, [()], self.extents)[0] if () in times.groups else 0.0
-        return fixed, tables, [group for group in times.groups if len(group) > 1]
+        """Times of every knob at all its settings, in one evaluation."""
+        times, knobs = self.space.times(choices), self.space.template.knobs
+        options = {(knob.name,): self.options(choices, index) for index, knob in enumerate(knobs)}
+        asked: dict[tuple[str, ...], list[list[int]]] = {
+            group: [[self.extents[group[0]] if rows is None else rows] for rows in settings]
+            for group, settings in options.items()
+            if group in times.groups
+        }
+        values = self.values(Config(choices, (None,) * len(knobs)))
+        found = times.group_seconds(asked | {(): [[]]} if () in times.groups else asked, values, self.extents)
+        tables = [
+            dict(zip(settings, found.get(group, [0.0] * len(settings)), strict=True))
+            for group, settings in options.items()
+        ]
+        return found.get((), [0.0])[0], tables, [group for group in times.groups if len(group) > 1]

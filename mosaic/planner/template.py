@@ -7,17 +7,20 @@ choices; a body's ops and buffers refer to rows of its polynomial table.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from functools import partial
+from itertools import product
 from typing import Any, TypeAlias
 
 from mosaic.errors import GraphError
-from mosaic.planner.body import Body, BufferRecord, ChoiceRecord, DimRecord, KnobRecord, OpRecord, RegionRecord
-from mosaic.planner.layers import copies, repeat
-from mosaic.planner.polynomials import Polynomials, factor_columns
-from mosaic.registrar.operators import find
+from mosaic.models import Model
+from mosaic.models.phase import FULL_STEP, Phase
+from mosaic.planner.body import Body, ChoiceRecord, DimRecord, KnobRecord
+from mosaic.planner.compiling import compile_body
+from mosaic.registrar.schemes.plain import PLAIN
+from mosaic.registrar.validate import validate
 
 __all__ = [
     "Bodies",
@@ -25,6 +28,8 @@ __all__ = [
     "Template",
     "collector_paused",
     "compile_template",
+    "forget",
+    "template_of",
 ]
 
 
@@ -141,8 +146,6 @@ def _compile_choices(register: Register, shell: Template, options: Sequence[str]
     GraphError
         If these options declare other dims, knobs or choices than the first ones: a template has one list of each.
     """
-    from mosaic.registrar.validate import validate
-
     with collector_paused():
         if graph is None:
             graph = register({choice.name: option for choice, option in zip(shell.choices, options, strict=True)})
@@ -204,75 +207,25 @@ def _listed(records: Sequence[Any]) -> str:
     return ", ".join(f"{name} ({', '.join(more)})" if more else name for name, more in said) or "none"
 
 
-def compile_body(graph: Any) -> Body:
-    """Compile one registered graph into coefficient tables and records; a brief graph is expanded to all its layers."""
-    polynomials = Polynomials([*graph.dims, *(f"{knob}_rows" for knob in graph.tiles)])
-    region_index = {region.name: i for i, region in enumerate(graph.regions)}
-    at = region_index.get
+# -- the templates of this process, which planners of one model share --------------------------------------------------
 
-    def buffer_record(b: Any) -> BufferRecord:
-        root, offset = graph.aliases.get(b.id, (None, 0)) if b.pool == "workspace" else (None, 0)
-        shape, size = polynomials.rows_of(b.spec)
-        return BufferRecord(
-            b.name, b.kind, b.pool, b.dtype, shape, size,
-            at(b.home.name) if b.home else None, b.tensor, b.rotate, root.id if root else None, polynomials.row(offset),
-        )  # fmt: skip
-
-    def op_record(op: Any) -> OpRecord:
-        for b in (
-            op.operands.values()
-        ):  # numbers rows in order of ops, so that bodies with the same layers number them alike
-            polynomials.rows_of(b.spec)
-        ways = op.operator.on(graph.backend)
-        rate = ways[0].rate or op.operator.rate if len(ways) == 1 else op.operator.rate
-        updates = [op.operands[name].id for name in op.operator.updates if name in op.operands]
-        inplace = [
-            [op.operands[w].id, op.operands[r].id] for w, r in op.inplace if w in op.operands and r in op.operands
-        ]
-        return OpRecord(
-            op.name, op.operator.name, op.stream, at(op.region.name) if op.region else None,
-            [*dict.fromkeys(b.id for b in op.reads)], [*dict.fromkeys(b.id for b in op.writes)], updates,
-            {name: b.id for name, b in op.operands.items()}, _plain(op.attrs), inplace,
-            [[s.operand, s.axis, s.region, s.factor] for s in op.slices], "link" if op.rate == "link" else rate,
-            polynomials.row(op.flops), polynomials.row(op.bytes), polynomials.row(op.rate_rows),
-            polynomials.row(op.rate_columns), [way.name for way in ways],
-        )  # fmt: skip
-
-    tables: tuple[list[Any], ...] = (
-        [*map(op_record, graph.ops)],
-        [*map(buffer_record, graph.buffers)],
-        [
-            RegionRecord(r.name, r.knob, r.over.name, at(r.parent.name) if r.parent else None, r.start, r.end)
-            for r in graph.regions
-        ],
-        [(b.name, [x.id for x in b.buffers], b.start, b.end) for b in graph.barriers],
-        [(e.kind, e.source, e.target) for e in graph.edges],
-    )
-    for run in reversed(graph.runs):
-        repeat(tables, run)
-    ops, buffers, regions, barriers, edges = map(tuple, tables)
-    buffers += tuple(_shared(graph, {b.name for b in buffers}, buffer_record))
-    exponents, coefficients, denominators = polynomials.tables()
-    return Body(
-        variables=polynomials.variables, exponents=exponents, coefficients=coefficients, denominators=denominators,
-        ops=ops, buffers=buffers, regions=regions, barriers=barriers, edges=edges, factors=factor_columns(exponents),
-        operators={name: found for name, found in graph.operators.items() if found is not find(name, {})},
-    )  # fmt: skip
+_compiled: dict[tuple[Any, ...], Template] = {}
 
 
-def _shared(graph: Any, names: Set[str], record: Callable[[Any], BufferRecord]) -> Iterator[BufferRecord]:
-    """Yield the shared buffers of a brief graph's program, except those of these names."""
-    for other in graph.others:
-        found = [record(b) for b in other.buffers if b.is_shared]
-        for run in other.runs:
-            earlier, later = (
-                [record(b) for b in other.buffers[i:j] if b.is_shared] for (_, i, *_), (_, j, *_) in pairwise(run.ends)
-            )
-            found += [BufferRecord(*row) for layer in copies(earlier, later, run.more) for row in layer]
-        yield from (b for b in found if b.name not in names)
-        names |= {b.name for b in found}
+def template_of(model: Model, *, backend: str = "cuda", phase: Phase = FULL_STEP) -> Template:
+    """Return the template of a model's phase; compiled bodies are kept."""
+    key = (model.family, model.architecture, backend, phase)
+    if key not in _compiled:
+        _compiled[key] = compile_template(partial(_register, model, backend, phase))
+    return _compiled[key]
 
 
-def _plain(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes that the kernel gets: numbers, strings and booleans; symbolic ones only inform the cost."""
-    return {key: value for key, value in attrs.items() if isinstance(value, bool | int | float | str)}
+def forget() -> None:
+    """Drop all templates."""
+    _compiled.clear()
+
+
+def _register(model: Model, backend: str, phase: Phase, choices: Mapping[str, str] | None) -> Any:
+    """Whether layers may be left out: not with a user's own parts or a scheme, whose layers may not be of one kind."""
+    brief = phase.shipped and model.architecture.scheme is PLAIN
+    return model.graph(backend=backend, choices=choices, phase=phase, brief=brief)

@@ -9,9 +9,8 @@ from typing import Final
 from mosaic.errors import GraphError
 from mosaic.registrar.dtypes import ITEMSIZE
 from mosaic.registrar.operator import Dim, Spec, require
-from mosaic.registrar.parts import Buffer, Choice, DimInfo, Kind, Region
+from mosaic.registrar.parts import Buffer, Choice, DimInfo, Kind, Region, caller
 from mosaic.registrar.polynomial import Polynomial, symbol
-from mosaic.registrar.source import caller
 
 SHARED: Final = frozenset({"weight", "state", "carry"})
 

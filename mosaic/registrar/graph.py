@@ -9,7 +9,8 @@ cannot derive. Nothing here imports torch or knows a device.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeGuard
 
@@ -17,13 +18,39 @@ from mosaic.errors import GraphError, MissingExtra
 from mosaic.registrar.declarations import Declarations
 from mosaic.registrar.operator import Dim, Operator, Spec, divides
 from mosaic.registrar.operators import operator as shipped
-from mosaic.registrar.parts import ALIGNMENT, MAIN, Barrier, Buffer, Choice, DimInfo, Edge, Kind, Op, Region, Run, Slice
+from mosaic.registrar.parts import (
+    ALIGNMENT,
+    MAIN,
+    Barrier,
+    Buffer,
+    Choice,
+    Cut,
+    DimInfo,
+    Edge,
+    Kind,
+    Op,
+    Region,
+    Run,
+    Seen,
+    Slice,
+    asked,
+    caller,
+    results,
+    view,
+)
 from mosaic.registrar.polynomial import Polynomial, symbol
-from mosaic.registrar.sizes import Cut, Seen, asked, results, view
-from mosaic.registrar.source import caller
-from mosaic.registrar.streams import Streams
 
 __all__ = ["MAIN", "Barrier", "Buffer", "Choice", "DimInfo", "Edge", "Graph", "Kind", "Op", "Region", "Slice"]
+
+
+@dataclass(slots=True)
+class _Side:
+    """A side stream: the main op that it forked from, and its first and last op since."""
+
+    name: str
+    forked_after: int
+    first: int | None = None
+    last: int | None = None
 
 
 class Graph(Declarations):
@@ -72,7 +99,12 @@ class Graph(Declarations):
         self.aliases: dict[int, tuple[Buffer, Dim]] = {}
         self._op_names: set[str] = set()
         self._region_names: set[str] = set()
-        self._streams = Streams()
+        self.edges: list[Edge] = []
+        """The order between streams: forks and waits."""
+        self._waits: list[tuple[int, int | None]] = []
+        self._sides: dict[str, _Side] = {}
+        self._side: _Side | None = None
+        self._last_main = -1
         self._enter(None)
 
     # -- ops ----------------------------------------------------------------------------------------------------
@@ -140,13 +172,13 @@ class Graph(Declarations):
         op = Op(
             index=len(self.ops), name=full, operator=rule, operands=operands,
             reads=read, writes=(*created.values(), *updated, *([operands["scratch"]] if "scratch" in operands else [])),
-            attrs=attrs, region=self._region, stream=self._streams.current,
+            attrs=attrs, region=self._region, stream=MAIN if self._side is None else self._side.name,
             slices=slices, inplace=rule.inplace_on(self.backend), flops=work.flops, bytes=work.bytes,
             rate_rows=work.rate_rows, source=source,
             rate="link" if any(b.pool == "host" for b in operands.values()) else rule.rate,
             rate_columns=work.rate_columns,
         )  # fmt: skip
-        self._streams.order(op.index, {buffer.id for buffer in op.writes})
+        self._order(op)
         self.ops.append(op)
         found = tuple(created.values()) or tuple(updated)
         return found[0] if len(found) == 1 else found
@@ -324,23 +356,48 @@ class Graph(Declarations):
         """Return the current point in program order, for `add_barrier(since=)`."""
         return len(self.ops)
 
-    def stream(self, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def stream(self, name: str) -> Iterator[None]:
         """Register ops that run beside the main stream, forked after the last main op; join with `wait`."""
-        return self._streams.fork(name)
+        if self._side is not None or name == MAIN:
+            raise GraphError(f"stream '{name}' ({caller()}): streams fork from the main stream only")
+        side = self._sides.get(name)
+        if side is None or side.last is None:
+            side = self._sides[name] = _Side(name, self._last_main)
+        else:
+            side.forked_after, side.first = self._last_main, None
+        self._side = side
+        try:
+            yield
+        finally:
+            self._side = None
 
     def wait(self, name: str, updates: Buffer | None = None) -> None:
         """Make the next main op, or the next that writes `updates`, wait for a side stream's ops so far."""
-        self._streams.wait(name, None if updates is None else updates.id)
-
-    @property
-    def edges(self) -> list[Edge]:
-        """The order between streams: forks and waits."""
-        return self._streams.edges
+        side = self._sides.get(name)
+        if side is None or side.last is None:
+            raise GraphError(f"wait('{name}') ({caller()}): nothing was registered on that stream")
+        self._waits.append((side.last, None if updates is None else updates.id))
 
     @property
     def open_waits(self) -> Sequence[int]:
         """Side ops that a later main op will wait for."""
-        return self._streams.open_waits
+        return [last for last, _ in self._waits]
+
+    def _order(self, op: Op) -> None:
+        """Note the edges of an op that was just registered."""
+        side = self._side
+        if side is None:
+            self._last_main, writes = op.index, {buffer.id for buffer in op.writes}
+            due = [wait for wait in self._waits if wait[1] is None or wait[1] in writes]
+            self.edges.extend(Edge("wait", last, op.index) for last, _ in due)
+            self._waits = [wait for wait in self._waits if wait not in due]
+            return
+        if side.first is None:
+            side.first = op.index
+            if side.forked_after >= 0:
+                self.edges.append(Edge("fork", side.forked_after, op.index))
+        side.last = op.index
 
     def __repr__(self) -> str:
         knobs = ", ".join(self.tiles) or "none"

@@ -75,6 +75,9 @@ class CompiledModel(Face):
         self._kept = Recent[Hashable, tuple[tuple[StepRequest, ...], PackedStep]](
             KEPT_PACKED
         )  # requests, whose ids are keys
+        self._shapes = Recent[Hashable, PackedStep](
+            KEPT_PACKED
+        )  # of calls: others of one bring other ids and rows alone
         self._sides = [_Side(), _Side()]
 
     # --- calls ----------------------------------------------------------------------------------------------------
@@ -192,7 +195,10 @@ class CompiledModel(Face):
                 phase=FULL_STEP if not len(chosen) else Phase(logits=LOGITS), token_ids=packed, lengths=lengths, rows=rows,
                 current=rows[:0], logit_rows=chosen,
             )  # fmt: skip
-            ran = self._engine.run(pack_step([request], self.architecture, states=self._engine.states), config)
+            shape = self._engine.changes, lengths, len(rows), len(chosen)
+            step = self._shapes.find(shape, lambda: pack_step([request], self.architecture, states=self._engine.states))
+            given = {"token_ids": packed, "rows": rows, **({"logit_rows": chosen} if len(chosen) else {})}
+            ran = self._engine.run(step.with_inputs(given), config)
             output = output_of(ran.outputs, rows, len(chosen), ran.plan)
             return output if self._engine.lend(output.tensors()) else output.clone()
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mosaic.planner.plan_records import PlanRecords
     from mosaic.registrar.graph import Graph
     from mosaic.runtime.executor import Executor
-    from mosaic.runtime.held_values import HeldValues
+    from mosaic.runtime.step_memory import HeldValues
 
 Dims: TypeAlias = Mapping[str, Size]
 NO_DIMS: Final[Dims] = MappingProxyType({})

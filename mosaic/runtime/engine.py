@@ -20,7 +20,6 @@ from mosaic.models.state import State
 from mosaic.models.step import MAX_TOKENS, StepSize
 from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.handed_out import HandedOut
-from mosaic.runtime.held_values import HeldValues
 from mosaic.runtime.kept_counts import KeptCounts
 from mosaic.runtime.opening import graph_memory, in_use, open_workspace
 from mosaic.runtime.outputs import MemoryReport
@@ -30,7 +29,7 @@ from mosaic.runtime.recent import Recent
 from mosaic.runtime.sharing import SharedSizes
 from mosaic.runtime.spans import Span, joined, total, without
 from mosaic.runtime.state_rows import RowTable
-from mosaic.runtime.step_memory import StepMemory
+from mosaic.runtime.step_memory import HeldValues, StepMemory
 from mosaic.runtime.step_plans import Settings, StepPlans
 from mosaic.runtime.streams import shared_streams
 from mosaic.runtime.threads import StepThreads
@@ -239,7 +238,8 @@ class Engine:
         """
         if self.unsettled is not None:
             self.settle()
-        self._graphs.begin()
+        if self._on_cuda:
+            self._graphs.begin()
         return self._run(step, config) if step.size.bucketed is None else self._run_two(step, config)
 
     def prepare(self, step: PackedStep) -> None:

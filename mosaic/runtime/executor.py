@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -22,13 +23,11 @@ from mosaic.planner.check import WeightMap
 from mosaic.planner.plan_records import records_in
 from mosaic.registrar.operator import Operator
 from mosaic.runtime.graph_memory import GraphMemory, NoRoom
-from mosaic.runtime.host_inputs import HostInputs
-from mosaic.runtime.numbers import Numbers
+from mosaic.runtime.host_inputs import HostInputs, Numbers
 from mosaic.runtime.poison import Poison
 from mosaic.runtime.regions import Regions
-from mosaic.runtime.segments import Segment
 from mosaic.runtime.streams import CudaStreams, device_lost
-from mosaic.runtime.unroll import unroll
+from mosaic.runtime.unroll import Arguments, Segment, unroll
 from mosaic.runtime.views import Views
 from mosaic.runtime.weight_guard import WeightGuard
 from mosaic.runtime.weights import require_in_place
@@ -179,7 +178,7 @@ class Executor:
                 arguments={**step.arguments, **more},
             )
             for segment in self.segments
-            for row in segment.rows()
+            for row in _rows(segment)
             for step, more in zip(segment.steps, row, strict=True)
         )
 
@@ -280,10 +279,15 @@ class Executor:
         step = None
         try:
             for segment in self.segments:
-                for row in segment.rows():
+                for row in _rows(segment):
                     for step, arguments in zip(segment.steps, row, strict=True):
                         step.call(**arguments)
         except Exception as error:
             assert step is not None
             error.add_note(f"in op {step.op} ({step.name}) of the plan")
             raise
+
+
+def _rows(segment: Segment) -> Iterator[tuple[Arguments, ...]]:
+    """The further arguments of all steps of a segment, row by row."""
+    return islice(zip(*segment.tables, strict=True), segment.first, segment.last)

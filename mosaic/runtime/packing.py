@@ -23,14 +23,14 @@ from mosaic.models.phase import Phase
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.runtime.frequencies import inverse_frequencies
-from mosaic.runtime.numbers import Numbers
+from mosaic.runtime.host_inputs import Numbers
 from mosaic.runtime.steps import StepRequest
 
 if TYPE_CHECKING:
     from mosaic.planner.plan_records import PlanRecords
     from mosaic.planner.planner import SizedStep
     from mosaic.runtime.executor import Executor
-    from mosaic.runtime.held_values import HeldValues
+    from mosaic.runtime.step_memory import HeldValues
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,10 @@ class PackedStep:
     @cached_property
     def _graphs(self) -> dict[int, Self]:
         return {}
+
+    def with_inputs(self, given: Mapping[str, Tensor | Numbers]) -> Self:
+        """Return a step of the same size, with other values of some inputs."""
+        return replace(self, inputs={**self.inputs, **given})
 
     def check(self, records: PlanRecords, held: HeldValues) -> None:
         """Make sure that values that the step reads of the last step exist, before anything changes."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Protocol, Self
 
 from torch import Tensor
@@ -159,11 +160,8 @@ class RangePool(ClosesOnExit):
     def __init__(self, ledger: DeviceLedger) -> None:
         self.ledger = ledger
         self._ranges: dict[str, Range] = {}
-
-    @property
-    def ranges(self) -> dict[str, Range]:
+        self.ranges: Mapping[str, Range] = MappingProxyType(self._ranges)
         """The open ranges by name."""
-        return dict(self._ranges)
 
     def _make(self, name: str, capacity_bytes: int) -> Range:
         raise NotImplementedError

@@ -1,20 +1,24 @@
-"""The memory that steps share: the most that any step has needed, until it is needed elsewhere or `trim` frees it."""
+"""The memory that steps share: the most that any step has needed, until it is needed elsewhere or `trim` frees it.
+
+What states and carries in it hold from one graph to the next is noted beside it.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from mosaic.errors import DoesNotFit, RuntimeMemoryError
+from mosaic.errors import DoesNotFit, RuntimeMemoryError, UsageError
 from mosaic.runtime.spans import Spans
 from mosaic.runtime.state_rows import RowTable
 from mosaic.runtime.workspace import HOST, Workspace
 
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
+    from mosaic.planner.plan_records import PlanRecords
 
 WORKSPACE: Final = "workspace"
 ALTERNATING: Final = 8
@@ -121,3 +125,46 @@ class StepMemory:
             size = self.row_bytes.get(table.pool, 0)
             found[table.pool] = [(start * size, end * size) for start, end in table.free]
         return found
+
+
+class HeldValues(Mapping[str, int]):
+    """Bytes that hold a value, by pool of a state or carry.
+
+    A carry holds its value until a graph runs that does not declare it, or declares fewer bytes of it.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, int] = {}
+
+    def __getitem__(self, pool: str) -> int:
+        return self._bytes[pool]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._bytes)
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    def require(self, step: str, records: PlanRecords) -> None:
+        """Make sure that the carries that a graph reads hold a value.
+
+        Raises
+        ------
+        UsageError
+            Naming a carry that does not.
+        """
+        for name, size in records.taken.items():
+            if (left := self._bytes.get(f"carry/{name}", 0)) < size:
+                raise UsageError(
+                    f"the step '{step}' reads {size:,} bytes of the carry '{name}', of which the steps before have left "
+                    f"{left:,}: run the step that writes it first."
+                )
+
+    def begin(self, records: PlanRecords) -> None:
+        """Note that a graph starts. If it fails, no carry holds a value, and a state has the rows that it had both
+        before the graph and in it."""
+        self._bytes = {pool: min(size, self._bytes.get(pool, 0)) for pool, size in records.held_states.items()}
+
+    def done(self, records: PlanRecords) -> None:
+        """Note that the graph has run."""
+        self._bytes = dict(records.held)

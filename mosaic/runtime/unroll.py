@@ -10,6 +10,7 @@ each time.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -22,9 +23,50 @@ from mosaic.runtime.opening import refuse_other_cards
 from mosaic.runtime.ordering import Body, Signal, bodies_of
 from mosaic.runtime.poison import Fill, Poison, Times
 from mosaic.runtime.regions import Chunks, Region, Regions
-from mosaic.runtime.segments import Arguments, Lines, Segment, Step
 from mosaic.runtime.streams import MAIN, CudaStreams
 from mosaic.runtime.views import Column, Loop, SliceOf, Views
+
+Arguments: TypeAlias = Mapping[str, Any]
+_NOTHING: Final[Arguments] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One call: `function` with its constant arguments; `call` is both, on its stream."""
+
+    op: int
+    name: str
+    stream: str
+    function: Callable[..., object]
+    arguments: Arguments
+    call: Callable[..., object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Steps that run once per row; `tables` has a column of varying arguments for each; rows [first, last) are used."""
+
+    steps: Sequence[Step]
+    tables: Sequence[Sequence[Arguments]]
+    first: int
+    last: int
+
+
+@dataclass(slots=True)
+class _Lines:
+    """The steps of an unfinished segment and their columns; `blank` is a column without varying arguments."""
+
+    num_rows: int = 1
+    steps: list[Step] = field(default_factory=list)
+    tables: list[Sequence[Arguments]] = field(default_factory=list)
+    blank: Sequence[Arguments] = ()
+
+    def __post_init__(self) -> None:
+        self.blank = (_NOTHING,) * self.num_rows
+
+    def segment(self, first: int, last: int, *, skip: int = 0) -> Segment:
+        return Segment(steps=tuple(self.steps[skip:]), tables=tuple(self.tables[skip:]), first=first, last=last)
+
 
 _Columns: TypeAlias = Mapping[str, Column]
 _NO_SIGNALS: Final = Body()
@@ -92,7 +134,7 @@ class _Unroller:
         self._bound: dict[int, _Bound] = {}
         self._tables: dict[Hashable, Sequence[Arguments]] = {}
         self._starts: dict[Hashable, Column] = {}
-        self._lines = Lines()
+        self._lines = _Lines()
         self._done: list[Segment] = []
 
     def segments(self) -> list[Segment]:
@@ -145,7 +187,7 @@ class _Unroller:
         else:
             self._close(0)
             numbers = range(len(iterations))
-            self._lines = Lines(len(iterations))
+            self._lines = _Lines(len(iterations))
             self._turn(body, numbers, region.start)
             turns = len(self._lines.steps)
             self._pass(region.name, chunks, Loop(region, iterations), inherited)
@@ -155,7 +197,7 @@ class _Unroller:
 
     def _close(self, turns: int, distance: int = 0) -> None:
         """End the unfinished segment; its first `turns` steps are skipped in the first `distance` rows."""
-        lines, self._lines = self._lines, Lines()
+        lines, self._lines = self._lines, _Lines()
         early = min(distance, lines.num_rows) if turns else 0
         for first, last, skip in ((0, early, turns), (early, lines.num_rows, 0)):
             if first < last and lines.steps:

@@ -228,16 +228,16 @@ def kv_attention_kernel(
             whole = start + tl.maximum(tl.minimum(stop, low) - start, 0) // BLOCK_K * BLOCK_K
             for at in range(start, whole, BLOCK_K):
                 offset = ((at + key) * SIZE)[:, None] + column[None, :]
-                k_tile = tl.load(k + offset, mask=(column < SIZE)[None, :], other=0.0)
-                v_tile = tl.load(v + offset, mask=(column < SIZE)[None, :], other=0.0)
+                k_tile = tl.load(k + offset, mask=(column < SIZE)[None, :], other=0.0).to(queries.dtype)
+                v_tile = tl.load(v + offset, mask=(column < SIZE)[None, :], other=0.0).to(queries.dtype)
                 maximum, total, accumulator = attend_tile(
                     queries, k_tile, v_tile, here, scale_log2, maximum, total, accumulator, MASKED=False
                 )
             for at in range(whole, stop, BLOCK_K):
                 offset = ((at + key) * SIZE)[:, None] + column[None, :]
                 there = (at + key < stop)[:, None] & (column < SIZE)[None, :]
-                k_tile = tl.load(k + offset, mask=there, other=0.0)
-                v_tile = tl.load(v + offset, mask=there, other=0.0)
+                k_tile = tl.load(k + offset, mask=there, other=0.0).to(queries.dtype)
+                v_tile = tl.load(v + offset, mask=there, other=0.0).to(queries.dtype)
                 keep = (at + key < stop)[None, :] & (at + key[None, :] < limit[:, None])
                 if SEES:
                     keep = keep & (at + key[None, :] >= since[:, None])
@@ -342,7 +342,8 @@ def launch(
     """
     group = q.shape[1] // (kv_heads * head_size)
     rows, sequences, all_heads = q.shape[0], cu_seqlens.shape[0] - 1, group * kv_heads
-    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size, fixed=fixed)
+    item = max(q.element_size(), kv.element_size())
+    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size, fixed=fixed, item=item)
     room = 0 if scratch is None else scratch.numel() // (4 * all_heads * (head_size + 2))
     # rows of results, then their maxima, then their sums; a sequence sees no more keys than the state has rows
     splits = min(KV_SEGMENTS, -(-kv.shape[0] // KV_SEGMENT_KEYS)) if room > 1 else 1
@@ -409,20 +410,23 @@ class Cut(NamedTuple):
     heads: int
 
 
-def cut_of(q: Tensor, sequences: int, group: int, heads: int, head_size: int, *, fixed: bool = False) -> Cut:
+def cut_of(
+    q: Tensor, sequences: int, group: int, heads: int, head_size: int, *, fixed: bool = False, item: int = 0
+) -> Cut:  # fmt: skip
     """Cut the rows of q into as many tiles as those of the sequences may need, whatever their lengths; `group` of its heads
-    share keys, and there are `heads` such groups. `fixed` takes none of the small tiles, which add up in another order."""
+    share keys, and there are `heads` such groups. `fixed` takes none of the small tiles, which add up in another order. `item`
+    is the bytes of an element of queries or keys, the larger; those of a query, if not given."""
     rows = q.shape[0]
-    tile = tile_of(q, head_size, max(-(-rows // sequences) * group, FIXED_ROWS if fixed else 0))
+    tile = tile_of(q, head_size, max(-(-rows // sequences) * group, FIXED_ROWS if fixed else 0), item)
     part = min(group, tile.rows)
     tokens = tile.rows // part
     return Cut(tile, part, (rows + sequences * (tokens - 1)) // tokens, heads * -(-group // part))
 
 
-def tile_of(q: Tensor, head_size: int, rows: int) -> Tile:
+def tile_of(q: Tensor, head_size: int, rows: int, item: int = 0) -> Tile:
     """Choose the smallest tile that `rows` rows fit into, or the largest."""
     table = since(TILES, q) if head_size <= WIDEST else NARROW
-    tiles = table[max(2, min(q.element_size(), 4))]
+    tiles = table[max(2, min(item or q.element_size(), 4))]
     return next((tile for tile in tiles if tile.rows >= rows), tiles[-1])
 
 

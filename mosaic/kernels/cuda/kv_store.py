@@ -71,8 +71,8 @@ def kv_store_kernel(
     keys = tl.load(k + row.to(tl.int64) * k_stride + column, mask=mask)
     values = tl.load(v + row.to(tl.int64) * v_stride + column, mask=mask)
     place = kv + base * kv_stride + (2 * layer * width + column // SIZE * SIZE) * count + token * SIZE + column % SIZE
-    tl.store(place, keys, mask=mask)
-    tl.store(place + width * count, values, mask=mask)
+    tl.store(place, keys.to(kv.dtype.element_ty), mask=mask)
+    tl.store(place + width * count, values.to(kv.dtype.element_ty), mask=mask)
 
 
 def launch(

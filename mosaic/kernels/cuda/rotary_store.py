@@ -96,7 +96,7 @@ def rotary_store_kernel(
         kept = mask & (token >= 0)
         place = kv + base * kv_stride + (2 * layer * HEADS + head[:, None]) * SIZE * count + token * SIZE
         tl.store(place + column[None, :], turned.to(kv.dtype.element_ty), mask=kept)
-        tl.store(place + HEADS * SIZE * count + column[None, :], values, mask=kept)
+        tl.store(place + HEADS * SIZE * count + column[None, :], values.to(kv.dtype.element_ty), mask=kept)
 
 
 def launch(

@@ -50,7 +50,7 @@ def online_softmax(
     result = flat.view(heads, rows, size)
     if least < most:
         _write_limits(seen, rows // len(seen), heads, tiles[7])
-    for start, k, v in key_tiles:
+    for number, (start, k, v) in enumerate(key_tiles):
         keys = k.shape[1]
         s = beginning(scores, (count, keys))
         products = s.view(heads, rows, keys)
@@ -61,10 +61,10 @@ def online_softmax(
             _write_limits(since, rows // len(since), heads, tiles[7])
             _hide(s, start, *tiles[7:10], before=True)
             _write_limits(seen, rows // len(seen), heads, tiles[7])
-        if keys == most and sums is None:
+        if number == 0 and start + keys == most and sums is None:
             torch.softmax(s, 1, out=s)
             return torch.bmm(products, v, out=result)
-        if start == 0:
+        if number == 0:
             maximum, new_maximum, total, tile_total, correction = (vector[:count] for vector in vectors)
             torch.amax(s, dim=1, out=maximum)
             maximum.clamp_(min=torch.finfo(s.dtype).min)  # of a row that sees none of these

@@ -96,7 +96,7 @@ class KeptQueries(_Kept):
 
 
 def _store(step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer | None) -> None:
-    g, head_size, place = step.g, step.arch.stack[layer].attention.head_size, key_row(step.arch).places[layer]
+    g, head_size, (kept, place) = step.g, step.arch.stack[layer].attention.head_size, _kept_in(step, layer)
     with g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name="keys") as rows:
         if queries is not None and step.fused:
             _store_at_once(step, layer, rows, norm, matrices, queries)
@@ -106,7 +106,7 @@ def _store(step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle
             project(step, layer, "q", h, matrices["q_proj"], queries)
         k, v = (project(step, layer, name, h, matrices[f"{name}_proj"]) for name in ("k", "v"))
         g.add_op(
-            "kv_store", k, v, step.kv, *extents_of(step), step.cu_seqlens, step.positions, name="store",
+            "kv_store", k, v, *kept, step.cu_seqlens, step.positions, name="store",
             layer=place, head_size=head_size,
         )  # fmt: skip
 
@@ -115,7 +115,7 @@ def _store_at_once(
     step: StepGraph, layer: int, rows: Dim, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer
 ) -> None:
     """Project and store in two launches, for this iteration's rows of the hidden state."""
-    g, arch, own = step.g, step.arch, step.arch.stack[layer].attention
+    g, arch, own, (kept, place) = step.g, step.arch, step.arch.stack[layer].attention, _kept_in(step, layer)
     x = step.hidden.rows(rows, "keys_in_rows")
     projections = [matrices[f"{name}_proj"].whole for name in "qkv"]
     found = [
@@ -135,8 +135,8 @@ def _store_at_once(
         eps=arch.norm_eps,
     )
     g.add_op(
-        "rotary_store", queries, k, v, step.kv, *extents_of(step), step.cu_seqlens, step.positions, step.inv_freq[own.rotary],
-        *scales[:2], step.sequences, name="store", layer=key_row(arch).places[layer], head_size=own.head_size, eps=arch.norm_eps,
+        "rotary_store", queries, k, v, *kept, step.cu_seqlens, step.positions, step.inv_freq[own.rotary],
+        *scales[:2], step.sequences, name="store", layer=place, head_size=own.head_size, eps=arch.norm_eps,
         factor=own.rotary_scale,
     )  # fmt: skip
 
@@ -149,12 +149,24 @@ def attend(step: StepGraph, layer: int, q: Buffer, seen: str = "seen", chosen: C
     g, bounds, positions, sees = step.g, step.cu_seqlens, step.positions, step.sees(layer)
     if chosen is not None:
         bounds, positions, sees = step.inputs[ROW_BOUNDS.name], chosen.positions, chosen.sees
+    kept, place = _kept_in(step, layer)
+    # a ring's few keys would be in one or two of the segments that all keys are cut into
+    parts = g.dim("parts") if kept[0] is step.kv else 1
     y: Buffer = g.add_op(
-        "kv_attention", q, step.kv, *extents_of(step), step.inputs[seen], bounds, positions, sees,
-        name="attention", keys=g.dim("keys"), parts=g.dim("parts"), **attending(step.arch, layer, ranges=True), **rule(step, layer),
+        "kv_attention", q, *kept, step.inputs[seen], bounds, positions, sees, name="attention", keys=g.dim("keys"), parts=parts,
+        **{**attending(step.arch, layer, ranges=True), "layer": place}, **rule(step, layer),
     )  # fmt: skip
     g.add_alias(y, q)
     return y
+
+
+def _kept_in(step: StepGraph, layer: int) -> tuple[tuple[Buffer, Buffer, Buffer], int]:
+    """The state that a layer's keys are kept in with the extents of its rows, and the layer's place there."""
+    window = step.arch.stack[layer].attention.window
+    if step.near is None:
+        return (step.kv, *extents_of(step)), key_row(step.arch).places[layer]
+    kept = (step.near, step.inputs["near_extents"], step.inputs["cu_near_extents"])
+    return kept if window else (step.kv, *extents_of(step)), key_row(step.arch, window > 0).places[layer]
 
 
 def extents_of(step: StepGraph) -> tuple[Buffer, Buffer]:

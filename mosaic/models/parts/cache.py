@@ -31,13 +31,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeysAndValues(State):
-    """The keys and values of all layers, one row per token, in extents; it grows at its end, so nothing moves."""
+    """The keys and values of all layers, or of those with or without a window: one row per token, in extents; it grows at its
+    end, so nothing moves."""
 
     extents: bool = True
+    windowed: bool | None = None
 
     def columns(self, arch: Architecture) -> int:
-        """Return keys and values of all layers."""
-        return key_row(arch).columns
+        """Return keys and values of its layers."""
+        return key_row(arch, self.windowed).columns
+
+    def dtype_in(self, arch: Architecture) -> str:
+        """Return the dtype of keys."""
+        return arch.keys or arch.dtype
 
 
 KV: Final = KeysAndValues(name="kv")
@@ -203,7 +209,7 @@ class Kept(CachePolicy):
 
     def declare(self, step: StepGraph) -> None:
         """Declare the state, and its rows that are written and read."""
-        step.kv = step.state(KV)
+        step.kv = step.state(self.kept)
         for entry in self.inputs(step.arch):
             step.inputs[entry.name]
 

@@ -1,7 +1,7 @@
 """Prove a plan, sharing no code with the planner: from its JSON document alone, or from the planner's records of it.
 
-Three levels. *Safety*, all that memory depends on, is checked of every plan before a planner hands it out: `structure`,
-`lifetimes`, `placement`, `values`, `streams` and the totals of `claims`, put together in `safety`. *Operators*: shapes,
+Three levels. *Safety*, all that memory depends on, is checked of every plan before a planner hands it out: `lifetimes`,
+`placement`, `values` and `streams`, put together in `safety`, which begins with regions, operands and edges. *Operators*: shapes,
 dtypes, FLOPs and bytes of the kernels that Mosaic ships (`launches`, by the letters of `operators`). *Statements*: formula
 and search steps of `claims`, and `settings`. `check_plan` checks all three; `unproved` lists what a document says beyond
 them. `reading` turns a document, or a planner's records and numbers, into `columns`. `weights` compares a plan with where

@@ -1,78 +1,16 @@
-"""Check totals against the buffers, and formula and search steps against live bytes and totals."""
+"""Check formula and search steps against what is live and the totals."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import sub
-from typing import Any, Final
+from typing import Final
 
-from mosaic.planner.check.columns import EXTERNAL, HOST, KNOWN_POOLS, Columns, is_known_pool, owner_of, round_up
+from mosaic.planner.check.columns import Columns, round_up
 from mosaic.planner.check.placement import live_bytes
 
 _MAX_DIGITS: Final = 40  # of a number in a formula
 _POWERS: Final = frozenset("123456789")  # of a dim in a formula
-
-
-def check_totals(plan: Columns) -> None:
-    """Check peak, lower bound, components, capacities, and whether the plan fits."""
-    lower_bound = max(live_bytes(plan, plan.size))
-    for code, key, claimed, derived, meaning in _facts(plan, lower_bound):
-        if claimed != derived:
-            plan.fail(code, f"{key} is {claimed}, {meaning}: {derived}")
-    _check_capacities(plan)
-
-
-def _check_capacities(plan: Columns) -> None:
-    """Check that pools are known, as large as the totals say, and on the device that the backend has them on."""
-    header = plan.header
-    stated = {name: header["components"][name] for name in ("workspace", "weights")} | {HOST: header["host_bytes"]}
-    for name, size in stated.items():
-        if plan.pools.get(name, 0) != size:
-            plan.fail("pool", f"pool '{name}' has {plan.pools.get(name)} bytes, the totals say {size}")
-    states = _state_pages(plan)
-    for name in sorted({*states, *filter(owner_of, plan.pools)}):
-        if plan.pools.get(name, 0) != states.get(name, 0):
-            text = f"pool '{name}' has {plan.pools.get(name)} bytes, its buffer takes {states.get(name, 0)} in pages"
-            plan.fail("pool", text)
-    for pool in header["pools"]:
-        name, device = pool["name"], pool["device"]
-        on_cpu = name == HOST or header["backend"] == "cpu"
-        if not is_known_pool(name):
-            plan.fail("pool", f"unknown pool {name!r}; known: {KNOWN_POOLS}")
-        elif name != EXTERNAL and device != ("cpu" if on_cpu else "cuda:0"):
-            plan.fail("pool", f"pool '{name}' is on {device!r}, the backend is {header['backend']!r}")
-
-
-def _facts(plan: Columns, lower_bound: int) -> list[tuple[str, str, Any, Any, str]]:
-    """Code, field, claim, what it should be, and what that is."""
-    document = plan.header
-    page, components = document["page_bytes"], document["components"]
-    peak, total = plan.reach.get("workspace", 0), sum(components.values())
-    budget, host_budget, host = (document[key] for key in ("budget_bytes", "host_budget_bytes", "host_bytes"))
-    fits = f"whether {total} is within {budget}, and {host} of the host within {host_budget}"
-    pages = {name: round_up(plan.reach.get(name, 0), page) for name in ("workspace", "weights", HOST)}
-    pages["state"] = sum(_state_pages(plan).values())
-    return [
-        ("peak", "peak_bytes", document["peak_bytes"], peak, "the top of the workspace's buffers"),
-        ("lower-bound", "lower_bound_bytes", document["lower_bound_bytes"], lower_bound, "the largest live set"),
-        ("optimal", "optimal", document["optimal"], peak == lower_bound, "whether peak and lower bound are equal"),
-        ("total", "total_bytes", document["total_bytes"], total, "the sum of the components"),
-        ("host", "host_bytes", host, pages[HOST], "the pages in use"),
-        ("fits", "fits", document["fits"], total <= budget and host <= host_budget, fits),
-        *(
-            ("components", f"components.{name}", components[name], pages[name], "the pages in use")
-            for name in ("workspace", "weights", "state")
-        ),
-    ]
-
-
-def _state_pages(plan: Columns) -> dict[str, int]:
-    """Bytes of the pool of each state and carry, in whole pages."""
-    page = plan.header["page_bytes"]
-    return {name: round_up(reach, page) for name, reach in plan.reach.items() if owner_of(name)}
-
-
-# Formula.
 
 
 def check_formula(plan: Columns) -> None:

@@ -11,7 +11,7 @@ from mosaic.planner.check.columns import FULL_STEP, HOST, ITEM_BYTES, Columns
 from mosaic.planner.check.operators import OPERATORS, SCRATCH, Known, Operand, Product, Rule, product_of
 from mosaic.planner.check.reading import Work, type_names
 
-_INDEX_DTYPES: Final = ("int64", "int32")
+_CLASSES: Final = {"index": ("int64", "int32"), "floats": ("bfloat16", "float16", "float32", "float64")}
 _SYMBOLIC: Final = frozenset({"span", "keys", "page_span", "tokens"})  # for the cost model: dims, or not stated
 
 
@@ -198,8 +198,8 @@ def _check_dtype(plan: Columns, i: int, entry: Operand, dtypes: dict[str, str]) 
     """Bind a dtype's letter, or compare it."""
     b, expected = plan.operands[i][entry.name], entry.dtype
     dtype = plan.dtype[b]
-    if expected == "index":
-        holds = dtype in _INDEX_DTYPES
+    if expected in _CLASSES:
+        holds = dtype in _CLASSES[expected]
     elif len(expected) == 1:
         holds = dtypes.setdefault(expected, dtype) == dtype
     else:

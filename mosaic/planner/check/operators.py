@@ -21,7 +21,7 @@ class Way(NamedTuple):
     takes: str = ""  # the launches in words; empty: every launch
     absent: tuple[str, ...] = ()  # attributes that are not there, or 0, and operands that are not
     multiple: tuple[str, int, int] = ("", 1, 1)  # an attribute, of what it is a multiple, and its limit
-    dtypes: tuple[str, frozenset[str]] = ("", frozenset())  # an operand, and what it may be in
+    dtypes: tuple[str, frozenset[str]] = ("", frozenset())  # operands, and what they may be in
     elements: tuple[str, int] = ("", 0)  # an operand, and how many elements it has; none: any number
     capability: int = 0  # the compute capability of the only cards that it runs on; 0: any
     invariant: str = ""  # what a batch-invariant plan may take in its stead, on the same cards and launches
@@ -91,7 +91,7 @@ _CUDNN: Final = Way(
 _KEPT: Final = (
     Way(
         "hopper", "hopper takes bfloat16 and heads of 64 or 128", multiple=("head_size", 64, 128),
-        dtypes=("q", frozenset({"bfloat16"})), capability=90, invariant="hopper_invariant",
+        dtypes=("q kv", frozenset({"bfloat16"})), capability=90, invariant="hopper_invariant",
     ),
     Way("triton"),
 )  # fmt: skip
@@ -156,7 +156,7 @@ _NOTATION: Final = {
         invariant="invariant",
     ),
     "kv_attention": _Operator(
-        "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T "
+        "q:a=T,Q kv:floats=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T "
         "sees?:int32=T,2 y:a=T,Q", "q kv extents cu_extents seen cu_seqlens positions sees?", "y",
         "layer:n kv_heads:n head_size:n scale:x span?:n keys?:n block?:n parts?:n", "4*span*T*Q", "R X E B Q",
         "q extents cu_extents seen cu_seqlens positions sees y kv=keys,2*kv_heads*head_size",
@@ -164,9 +164,9 @@ _NOTATION: Final = {
         inplace="y/q", ways=_KEPT, invariant="invariant",
     ),
     "kv_store": _Operator(
-        "k:a=T,W v:a=T,W kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 cu_seqlens:int32=B+1 positions:int32=T",
+        "k:a=T,W v:a=T,W kv:floats=R,X extents:int64=E,4 cu_extents:int32=B+1 cu_seqlens:int32=B+1 positions:int32=T",
         "k v kv extents cu_extents cu_seqlens positions", "kv", "layer:n head_size:n", whole="R X E B W",
-        moved="positions k v k v", rules=(("divides", "head_size", "W"), *_kv_row("W")),
+        moved="positions k v kv=2,T,W", rules=(("divides", "head_size", "W"), *_kv_row("W")),
     ),
     "linear": _Operator("x:a=*T,I weight=O,I bias?=O y:a=*T,O", "x weight bias?", "y", flops="2*T*I*O", invariant="invariant"),
     "linear_add": _Operator("x=*T,I weight=O,I y=*T,O", "x weight y", "y", flops="2*T*I*O", invariant="invariant"),
@@ -214,7 +214,7 @@ _NOTATION: Final = {
         "score:float32=M keys:int64=M temperature:float32=M", "score keys temperature", "score", flops="4*M"
     ),
     "prefix_attention": _Operator(
-        "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T y:a=T,Q "
+        "q:a=T,Q kv:floats=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T y:a=T,Q "
         "logsumexp:float32=T,N", "q kv extents cu_extents seen cu_seqlens positions", "y logsumexp",
         "layer:n kv_heads:n head_size:n scale:x span?:n keys?:n block?:n parts?:n", "4*span*T*Q", "R X E B Q N",
         "q extents cu_extents seen cu_seqlens positions y logsumexp kv=keys,2*kv_heads*head_size",
@@ -254,11 +254,11 @@ _NOTATION: Final = {
         rules=(("divides", "head_size", "W"), ("at most", "2*R", "head_size")),
     ),
     "rotary_store": _Operator(
-        "q:a=T,Q k:a=T,W v:a=T,W kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 cu_seqlens:int32=B+1 positions:int32=T "
+        "q:a=T,Q k:a=T,W v:a=T,W kv:floats=R,X extents:int64=E,4 cu_extents:int32=B+1 cu_seqlens:int32=B+1 positions:int32=T "
         "inv_freq=*S,F q_norm?=H k_norm?=H sequences?:int32=T",
         "q k v kv extents cu_extents cu_seqlens positions inv_freq q_norm? k_norm? sequences?", "q kv",
         "layer:n head_size:n eps?:x factor?:x", "10*T*Q", "R X E B W",
-        "positions inv_freq q_norm k_norm sequences q k v q k v",
+        "positions inv_freq q_norm k_norm sequences q k v q kv=2,T,W",
         rules=(
             ("divides", "head_size", "W"), ("divides", "W", "Q"), ("at most", "2*F", "head_size"), ("at most", "H", "head_size"),
             ("divides", "head_size", "H"), *_kv_row("W"),

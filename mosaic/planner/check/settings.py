@@ -130,12 +130,12 @@ def _takes(plan: Columns, i: int, way: Way) -> bool:
     (typed, dtypes), (counted, elements) = way.dtypes, way.elements
     value = plan.attrs[i].get(name)
     there = any(plan.attrs[i].get(one) or one in operands for one in way.absent)
-    if type(value) is not int or there or typed not in operands or counted not in ("", *operands):
+    if type(value) is not int or there or not {*typed.split()} <= {*operands} or counted not in ("", *operands):
         return False
     return (
         0 < value <= limit
         and value % unit == 0
-        and plan.dtype[operands[typed]] in dtypes
+        and all(plan.dtype[operands[one]] in dtypes for one in typed.split())
         and (not counted or prod(plan.shape[operands[counted]]) == elements)
     )
 

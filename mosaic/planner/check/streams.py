@@ -19,8 +19,6 @@ from mosaic.planner.check.placement import sweep
 
 def order_streams(plan: Skeleton) -> None:
     """Fill what no dim changes: `beside`, `rivals`, `touched` and `clash`."""
-    if not plan.has_side_streams:
-        return
     before = _ops_before(plan)
     unordered = _unordered_ops(before)
     plan.beside = list(_beside(plan, before))
@@ -38,9 +36,7 @@ def order_streams(plan: Skeleton) -> None:
 
 
 def check_streams(plan: Columns, roots: Mapping[str, Ids]) -> None:
-    """Check all side ops; `roots` are, by pool, roots that are never live at one address at the same time."""
-    if not plan.has_side_streams:
-        return
+    """Check all side ops; `roots` are, by pool, those of which no two live at the same time at one address."""
     _check_iterations(plan)
     _check_order(plan, roots)
 

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from heapq import heappop, heappush
 
 from .blocks import Blocks, Tick, on, paced
-from .stacked import place_in_order
+from .greedy import place_in_order
 
 
 def first_fit(blocks: Blocks, tick: Tick = on) -> list[int]:

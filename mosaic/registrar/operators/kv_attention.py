@@ -1,13 +1,14 @@
 """y[T, N*H] = softmax(q k^T * scale) v per sequence and head, over keys and values kept in rows of kv[R, L*2*W].
 
-`kv_store` describes the layout: the key of a position lies in one of its sequence's extents. Sequence b sees its first
-`seen[b]` keys, including those of its window, which are stored first. With `block` a query sees the keys of its own
-block of positions and of earlier blocks: at position p the keys j < (p // block + 1) * block. With `sees[T, 2]` row r
-sees the keys at positions in [sees[r, 0], sees[r, 1]), at least one, and `block` does not apply. A region of tokens may
-slice queries and their positions, nothing else. y may overwrite q. A row in no sequence, or without a visible key, is
-unchanged. For the cost model alone: `span`, the mean number of keys that a query sees, rounded up, and `keys`, the
-number that all sequences see together. `parts` is the room for rows of partial results, per query head (`kv_parts`):
-with 1, a GPU processes all keys of a tile of queries in one program.
+kv may have a dtype of its own. `kv_store` describes the layout: the key of a position lies in one of its sequence's
+extents. Sequence b sees its first `seen[b]` keys, including those of its window, which are stored first. With `block`
+a query sees the keys of its own block of positions and of earlier blocks: at position p the keys j < (p // block + 1)
+* block. With `sees[T, 2]` row r sees the keys at positions in [sees[r, 0], sees[r, 1]), at least one, and `block` does
+not apply. A region of tokens may slice queries and their positions, nothing else. y may overwrite q. A row in no
+sequence, or without a visible key, is unchanged. For the cost model alone: `span`, the mean number of keys that a
+query sees, rounded up, and `keys`, the number that all sequences see together. `parts` is the room for rows of partial
+results, per query head (`kv_parts`): with 1, a GPU processes all keys of a tile of queries in one program, as it has
+to if a sequence sees more keys than kv has rows.
 """
 
 from __future__ import annotations
@@ -19,29 +20,33 @@ from typing import Final
 
 from mosaic.registrar.kernels import kernels_of
 from mosaic.registrar.operator import Attrs, Dim, Operator, Spec, Specs, exact, require
+from mosaic.registrar.operators import kv_store
 from mosaic.registrar.operators.attention import require_sees
-from mosaic.registrar.operators.kv_store import KV, require_layer
+from mosaic.registrar.operators.kv_store import KV
 from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, Tile, Tiles, attention_tiles, compute_dtype
 
-QUERIES: Final = f"q:a[T, G*kv_heads*head_size] {KV} seen@:i32[B] cu_seqlens@:i32[B+1] positions:i32[T]"
+QUERIES: Final = (
+    f"q:a[T, G*kv_heads*head_size] {KV.replace(':a', ':c', 1)} seen@:i32[B] cu_seqlens@:i32[B+1] positions:i32[T]"
+)
 ATTRS: Final = "layer kv_heads head_size scale span keys block=0 parts=1"
 SEEN: Final = {"kv": "2*keys*kv_heads*head_size"}
 """Every visible key counts once, and only this layer's part of its row."""
 
 
-def rules(*, G: Dim, L: Dim, layer: int, scale: float, block: int, sees: Spec | None = None, **_: object) -> None:
+def rules(
+    *, G: Dim, L: Dim, layer: int, scale: float, block: int, kv: Spec, sees: Spec | None = None, **_: object
+) -> None:
     require(isinstance(G, int), "q must have all heads, whichever loops slice it")
-    require_layer("kv", L, layer)
+    kv_store.rules(L=L, layer=layer, kv=kv)
     require(scale > 0, f"scale must be positive, not {scale}")
     require(block >= 0, f"block must be a number of positions, or 0 for none, not {block}")
     require_sees(sees, block)
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
-    """List the tiles: queries of a group of heads side by side; converted keys and values for 16-bit inputs."""
-    size, dtype = attrs["head_size"], specs["q"].dtype
-    compute = compute_dtype(dtype)
-    converted = (Tile((KEY_ROWS, size), compute),) * 2 if compute != dtype else ()
+    """List the tiles: queries of a group of heads side by side; keys and values, converted from another dtype."""
+    size, compute = attrs["head_size"], compute_dtype(specs["q"].dtype)
+    converted = (Tile((KEY_ROWS, size), compute),) * 2 if compute != specs.get("kv", specs["q"]).dtype else ()
     own = attention_tiles(size, compute, masked=bool(attrs.get("block")) or "sees" in specs)
     return Tile((QUERY_ROWS, size), compute), *converted, *own
 
@@ -103,7 +108,7 @@ HOPPER: Final = 90
 
 def whole_lines(specs: Specs, attrs: Attrs) -> bool:
     """Tell whether the copy engine can read a key of one head as a line of a matrix: 64 or 128 numbers of 16 bits."""
-    return attrs["head_size"] in (64, 128) and specs["q"].dtype == "bfloat16"
+    return attrs["head_size"] in (64, 128) and specs["q"].dtype == specs["kv"].dtype == "bfloat16"
 
 
 def segment_results(specs: Specs, attrs: Attrs) -> Dim:

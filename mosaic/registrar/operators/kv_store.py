@@ -7,20 +7,26 @@ and head are adjacent. If layers differ in K or H, `layer` counts in units of th
 
 `extents[X, 4]` lists, by sequence and in order of position: the first row, the number of rows n, the first position in
 it, and the number of the extent's tokens that precede that one. Sequence b has the extents `cu_extents[b]` to
-`cu_extents[b + 1]`. A token in no sequence, or at a position without a row, is not stored. A region of tokens may slice
-k, v and positions, nothing else."""
+`cu_extents[b + 1]`. A token in no sequence, or at a position without a row, is not stored. kv may have a dtype of its
+own. A region of tokens may slice k, v and positions, nothing else."""
 
 from typing import Final
 
 from mosaic.registrar.kernels import kernels_of
-from mosaic.registrar.operator import Dim, Operator, require
+from mosaic.registrar.operator import Dim, Operator, Spec, require
 
 KV: Final = "kv@#:a[R, L*2*kv_heads*head_size] extents@#:i64[X, 4] cu_extents@:i32[B+1]"
 """The operands of an operator that reads kept keys. `cu_seqlens` has B + 1 numbers for B sequences."""
 
 
-def rules(*, L: Dim, layer: int, **_: object) -> None:
+def rules(*, L: Dim, layer: int, kv: Spec, **_: object) -> None:
     require_layer("kv", L, layer)
+    require_floats(kv)
+
+
+def require_floats(kv: Spec) -> None:
+    """Refuse keys and values that are kept as integers."""
+    require("float" in kv.dtype, f"operand 'kv' is {kv}: keys and values are kept as floats")
 
 
 def require_layer(name: str, layers: Dim, layer: int) -> None:
@@ -31,7 +37,7 @@ def require_layer(name: str, layers: Dim, layer: int) -> None:
 OPERATOR = Operator(
     name="kv_store",
     operands="""
-        k:a[T, K*head_size] v:a[T, K*head_size] kv!@#:a[R, L*2*K*head_size] extents@#:i64[X, 4]
+        k:a[T, K*head_size] v:a[T, K*head_size] kv!@#:c[R, L*2*K*head_size] extents@#:i64[X, 4]
         cu_extents@:i32[B+1] cu_seqlens@:i32[B+1] positions:i32[T]
     """,
     attrs="layer head_size",

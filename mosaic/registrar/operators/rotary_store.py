@@ -12,9 +12,9 @@ from mosaic.registrar.tiles import Tile, Tiles, norm_tiles, tiles_bytes
 
 def rules(
     *, L: Dim, S: tuple[Dim, ...], F: Dim, layer: int, head_size: int, factor: float, q_norm: Spec | None,
-    k_norm: Spec | None, sequences: Spec | None, **_: object,
+    k_norm: Spec | None, sequences: Spec | None, kv: Spec, **_: object,
 ) -> None:  # fmt: skip
-    kv_store.require_layer("kv", L, layer)
+    kv_store.rules(L=L, layer=layer, kv=kv)
     rotary.rules(S=S, R=F, head_size=head_size, factor=factor, sequences=sequences)
     require((q_norm is None) == (k_norm is None), "there are norms of both queries and keys, or of none")
 
@@ -31,7 +31,7 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 OPERATOR = Operator(
     name="rotary_store",
     operands="""
-        q!:a[T, G*K*head_size] k:a[T, K*head_size] v:a[T, K*head_size] kv!@#:a[R, L*2*K*head_size] extents@#:i64[X, 4]
+        q!:a[T, G*K*head_size] k:a[T, K*head_size] v:a[T, K*head_size] kv!@#:c[R, L*2*K*head_size] extents@#:i64[X, 4]
         cu_extents@:i32[B+1] cu_seqlens@:i32[B+1] positions:i32[T] inv_freq:f32[*S, F] q_norm?:a[head_size]
         k_norm?:a[head_size] sequences?:i32[T]
     """,
