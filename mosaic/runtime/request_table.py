@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ROWS", "RequestTable", "Served"]
 
-ROWS: Final = 256
-"""Requests of a session that may run at once; others wait for a row."""
+ROWS: Final = 16
+"""Rows that a table begins with; it doubles when all are taken."""
+MOST_ROWS: Final = 1024
+"""Requests that one table serves; others wait for a row."""
 KEPT_STEPS: Final = 128
 """Steps that are kept for launching them again."""
 _OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score")
@@ -93,11 +95,11 @@ class RequestTable:
     Attributes
     ----------
     columns
-        int64 [ROWS, COLUMNS], the table as the host knows it.
+        int64 [S, COLUMNS], the table as the host knows it.
     tokens, confidence
         By rows of the canvas: int64 tokens, `OPEN` where nothing is decided, and float32 scores.
     steps
-        int64 [ROWS], steps that have served each request.
+        int64 [S], steps that have served each request.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -106,7 +108,7 @@ class RequestTable:
         self.columns = np.zeros((ROWS, COLUMNS), dtype=np.int64)
         self.steps = np.zeros(ROWS, dtype=np.int64)
         self.tokens, self.confidence = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
-        self._free = deque(range(ROWS))
+        self._free = [*range(ROWS - 1, -1, -1)]  # the last is the next one
         self._leaving: deque[tuple[int, int]] = deque()  # rows, and the step before which they are not free
         self._unsent: list[tuple[State, int, NDArray[np.int64]]] = []
         self._sides = [HostCopy(), HostCopy()]
@@ -135,11 +137,33 @@ class RequestTable:
         """Steps that were launched and not read."""
         return len(self._launched)
 
-    def open(self) -> None:
+    @property
+    def rows_to_open(self) -> int:
+        """The rows that the first request to enter takes for the table."""
+        return 0 if self.is_open else len(self.columns)
+
+    def _open(self) -> None:
         """Take the session's rows; nobody's, until requests enter."""
         if not self.is_open:
-            self._own.reserve(ROWS)
+            self._own.reserve(len(self.columns))
             self._unsent.append((REQUESTS, self.first, self.columns.copy()))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no request can enter before one leaves, or the table grows."""
+        return not self._free
+
+    def grow(self) -> bool:
+        """Double the table, if it has no more than half of `MOST_ROWS`, every step has been read, and there is memory."""
+        rows = len(self.columns)
+        if self._launched or 2 * rows > MOST_ROWS:
+            return False
+        self._own.close()
+        self.columns = np.concatenate([self.columns, np.zeros_like(self.columns)])
+        self.steps = np.concatenate([self.steps, np.zeros_like(self.steps)])
+        self._free = [*range(2 * rows - 1, rows - 1, -1), *self._free]
+        self._open()
+        return True
 
     def enter(
         self, row: NDArray[np.int64], tokens: NDArray[np.int64], canvas: OwnedRows, extents: OwnedRows, keys: OwnedRows
@@ -157,8 +181,8 @@ class RequestTable:
         """
         if not self._free:
             return None
-        self.open()
-        number = self._free.popleft()
+        self._open()
+        number = self._free.pop()
         at, held = canvas.runs()[0][0], extents.runs()[0][0]
         row[Column.STATE], row[Column.CANVAS] = RUNNING, at
         row[Column.EXTENT], row[Column.EXTENTS] = held, len(keys.extents)
@@ -191,6 +215,9 @@ class RequestTable:
     def _free_rows(self) -> None:
         while self._leaving and self._leaving[0][1] <= self._read:
             self._free.append(self._leaving.popleft()[0])
+        if len(self._free) == len(self.columns) and self.is_open:  # an idle session holds nothing
+            self._unsent.clear()
+            self._own.close()
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -199,7 +226,7 @@ class RequestTable:
     ) -> StepSize:
         """Return the size of a step with room for so many blocks of tokens and so many rows to decide, beside the rows of states
         that are taken, and `more`."""
-        states = self._engine.states_with({REQUESTS: 0 if self.is_open else ROWS, **(more or {})})
+        states = self._engine.states_with({REQUESTS: self.rows_to_open, **(more or {})})
         owned = max(states.get(KV, 0) // blocks, block)
         return StepSize(
             phase=phase, windows=(block,) * blocks, keys=(owned,) * blocks, rows=min(rows, blocks * block),
@@ -226,7 +253,7 @@ class RequestTable:
         self._count += 1
 
     def _step(self, size: StepSize) -> _TableStep:
-        room = self.first, ROWS, size.tokens, size.rows, size.extents
+        room = self.first, len(self.columns), size.tokens, size.rows, size.extents
         return _TableStep(size=size, inputs={"room": Numbers(room, "int64", 5)}, table=self)
 
     def send(self) -> None:
