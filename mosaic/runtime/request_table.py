@@ -108,7 +108,7 @@ class RequestTable:
         self.columns = np.zeros((ROWS, COLUMNS), dtype=np.int64)
         self.steps = np.zeros(ROWS, dtype=np.int64)
         self.tokens, self.confidence = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
-        self._free = [*range(ROWS - 1, -1, -1)]  # the last is the next one
+        self._free: list[int] = [*range(ROWS - 1, -1, -1)]  # the last is the next one
         self._leaving: deque[tuple[int, int]] = deque()  # rows, and the step before which they are not free
         self._unsent: list[tuple[State, int, NDArray[np.int64]]] = []
         self._sides = [HostCopy(), HostCopy()]
