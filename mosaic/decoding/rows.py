@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mosaic.decoding.canvas import Canvas, Sampling
     from mosaic.models.state import State
 
-__all__ = ["ALL", "PHASE", "TableRow", "columns_of", "demand_of"]
+__all__ = ["ALL", "TableRow", "columns_of", "demand_of"]
 
 RULE: Final = Commit(score="confidence", rule="dynamic")
 """Every rule that commits at least a quota and all above a threshold."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
@@ -108,7 +109,7 @@ class RequestTable:
         self.tokens, self.confidence = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
         self._free = deque(range(ROWS))
         self._leaving: deque[tuple[int, int]] = deque()  # rows, and the step before which they are not free
-        self._unsent: list[tuple[State, int, NDArray[np.int64]]] = []
+        self._unsent: dict[int, list[tuple[State, int, NDArray[np.int64]]]] = {}  # by row, -1: of them all
         self._sides = [HostCopy(), HostCopy()]
         self._launched: deque[tuple[Arriving, Plan, float]] = deque()
         self._steps: Recent[Hashable, _TableStep] = Recent(KEPT_STEPS)
@@ -139,7 +140,7 @@ class RequestTable:
         """Take the session's rows; nobody's, until requests enter."""
         if not self.is_open:
             self._own.reserve(ROWS)
-            self._unsent.append((REQUESTS, self.first, self.columns.copy()))
+            self._unsent[-1] = [(REQUESTS, self.first, self.columns.copy())]
 
     def enter(
         self, row: NDArray[np.int64], tokens: NDArray[np.int64], canvas: OwnedRows, extents: OwnedRows, keys: OwnedRows
@@ -170,7 +171,7 @@ class RequestTable:
             self.confidence = np.concatenate([self.confidence, np.zeros(more, dtype=np.float32)])
         self.tokens[at : at + len(tokens)] = tokens
         self.confidence[at : at + len(tokens)] = tokens != OPEN
-        self._unsent += [
+        self._unsent[number] = [
             (CANVAS, at, tokens), (HELD_EXTENTS, held, np.array(keys.extents)), (REQUESTS, self.first + number, row[None])
         ]  # fmt: skip
         return number
@@ -178,7 +179,7 @@ class RequestTable:
     def leave(self, number: int) -> None:
         """Let no further step serve a request; its row is free when the steps that were launched have been read."""
         self.columns[number] = 0
-        self._unsent.append((REQUESTS, self.first + number, self.columns[number : number + 1].copy()))
+        self._unsent[number] = [(REQUESTS, self.first + number, self.columns[number : number + 1].copy())]
         self._leaving.append((number, self._count))
         self._free_rows()
 
@@ -230,8 +231,8 @@ class RequestTable:
         return _TableStep(size=size, inputs={"room": Numbers(room, "int64", 5)}, table=self)
 
     def send(self) -> None:
-        """Write what has entered and left, in order."""
-        for state, row, values in self._unsent:
+        """Write what has entered and left. What has left already writes its own row alone: others may have its other rows."""
+        for state, row, values in chain.from_iterable(self._unsent.values()):
             width = values.shape[1] if values.ndim > 1 else 1
             there = self._engine.workspace.view(f"state/{state.name}", row * width * 8, values.shape, "int64")
             given = torch.from_numpy(values)
