@@ -157,6 +157,8 @@ class Session(ClosesOnExit):
                 for request in started:
                     withdrawing.callback(self.cancel, request)
                     self._start(request)
+                for request in started:  # all have their rows: a streamer may cancel, or submit others
+                    request.show_prompt()
                 raise_pending()  # an interrupted caller gets no request
                 withdrawing.pop_all()
             return started

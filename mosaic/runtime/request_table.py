@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
@@ -110,7 +111,7 @@ class RequestTable:
         self.tokens, self.confidence = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
         self._free: list[int] = [*range(ROWS - 1, -1, -1)]  # the last is the next one
         self._leaving: deque[tuple[int, int]] = deque()  # rows, and the step before which they are not free
-        self._unsent: list[tuple[State, int, NDArray[np.int64]]] = []
+        self._unsent: dict[int, list[tuple[State, int, NDArray[np.int64]]]] = {}  # by row, -1: of them all
         self._sides = [HostCopy(), HostCopy()]
         self._launched: deque[tuple[Arriving, Plan, float]] = deque()
         self._steps: Recent[Hashable, _TableStep] = Recent(KEPT_STEPS)
@@ -146,7 +147,7 @@ class RequestTable:
         """Take the session's rows; nobody's, until requests enter."""
         if not self.is_open:
             self._own.reserve(len(self.columns))
-            self._unsent.append((REQUESTS, self.first, self.columns.copy()))
+            self._unsent[-1] = [(REQUESTS, self.first, self.columns.copy())]
 
     @property
     def is_full(self) -> bool:
@@ -159,6 +160,7 @@ class RequestTable:
         if self._launched or 2 * rows > MOST_ROWS:
             return False
         self._own.close()
+        self._unsent = {row: [one for one in sent if one[0] is not REQUESTS] for row, sent in self._unsent.items()}
         self.columns = np.concatenate([self.columns, np.zeros_like(self.columns)])
         self.steps = np.concatenate([self.steps, np.zeros_like(self.steps)])
         self._free = [*range(2 * rows - 1, rows - 1, -1), *self._free]
@@ -194,7 +196,7 @@ class RequestTable:
             self.confidence = np.concatenate([self.confidence, np.zeros(more, dtype=np.float32)])
         self.tokens[at : at + len(tokens)] = tokens
         self.confidence[at : at + len(tokens)] = tokens != OPEN
-        self._unsent += [
+        self._unsent[number] = [
             (CANVAS, at, tokens), (HELD_EXTENTS, held, np.array(keys.extents)), (REQUESTS, self.first + number, row[None])
         ]  # fmt: skip
         return number
@@ -202,7 +204,7 @@ class RequestTable:
     def leave(self, number: int) -> None:
         """Let no further step serve a request; its row is free when the steps that were launched have been read."""
         self.columns[number] = 0
-        self._unsent.append((REQUESTS, self.first + number, self.columns[number : number + 1].copy()))
+        self._unsent[number] = [(REQUESTS, self.first + number, self.columns[number : number + 1].copy())]
         self._leaving.append((number, self._count))
         self._free_rows()
 
@@ -257,8 +259,8 @@ class RequestTable:
         return _TableStep(size=size, inputs={"room": Numbers(room, "int64", 5)}, table=self)
 
     def send(self) -> None:
-        """Write what has entered and left, in order."""
-        for state, row, values in self._unsent:
+        """Write what has entered and left. What has left already writes its own row alone: others may have its other rows."""
+        for state, row, values in chain.from_iterable(self._unsent.values()):
             width = values.shape[1] if values.ndim > 1 else 1
             there = self._engine.workspace.view(f"state/{state.name}", row * width * 8, values.shape, "int64")
             given = torch.from_numpy(values)
