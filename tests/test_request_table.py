@@ -349,8 +349,8 @@ def test_requests_wait_for_a_row_of_the_table(
     models: dict[str, CompiledModel], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In order; some are cancelled while they wait, and rows are used again."""
-    for module in ("runtime.request_table", "decoding.scheduler", "decoding.session"):
-        monkeypatch.setattr(f"mosaic.{module}.ROWS", rows)
+    for name in ("ROWS", "MOST_ROWS"):
+        monkeypatch.setattr(f"mosaic.runtime.request_table.{name}", rows)
     caller = Caller(models["sdar"], asked_for([3, 9, 5, 12, 7, 4, 8]), monkeypatch)
     ended: list[int] = []
     with caller.model.session() as session:
@@ -360,7 +360,23 @@ def test_requests_wait_for_a_row_of_the_table(
         assert gone.generation is not None and (gone.steps, gone.generation.token_ids.tolist()) == (0, [])
         while session.live:
             served = {step.request for step in session.advance()}
-            assert len(served) <= rows and caller.model.state_rows["requests"] == rows
+            assert len(served) <= rows and caller.model.state_rows.get("requests", rows) == rows
             ended += [place for place, one in caller.requests.items() if one.generation and place not in ended]
     check_tokens(caller, 0, 1, 2, 3, 4, 6)
     assert rows > 1 or ended == [5, 0, 1, 2, 3, 4, 6]
+
+
+def test_a_table_doubles_for_those_who_wait(models: dict[str, CompiledModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """While others are in the middle of their blocks, and again; nobody waits then."""
+    monkeypatch.setattr("mosaic.runtime.request_table.ROWS", 2)
+    caller = Caller(models["sdar"], asked_for([3, 9, 5, 12, 7, 4, 8]), monkeypatch)
+    with caller.model.session() as session:
+        start(caller, session, 0, 1)
+        session.advance(3)
+        for places, rows in (((2,), 4), ((3, 4, 5, 6), 8)):
+            start(caller, session, *places)
+            served = {step.request for step in session.advance()}
+            assert caller.model.state_rows["requests"] == rows and len(served) == len(session.live)
+        while session.live:
+            session.advance()
+    check_tokens(caller, *range(7))

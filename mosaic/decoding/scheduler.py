@@ -60,7 +60,7 @@ class Scheduler:
     def __init__(self, runner: StepRunner, table: RequestTable) -> None:
         self._runner, self._table = runner, table
         self._requests: NDArray[Any] = np.full(len(table.columns), None, dtype=object)
-        self._live = np.zeros(len(table.columns), dtype=np.bool_)
+        self._live, self._told = np.zeros((2, len(table.columns)), dtype=np.bool_)
         self._waiting: deque[TabledRequest] = deque()
         self._least = self._block = (
             0  # of live requests: tokens of the largest step that cannot be cut, the smallest block
@@ -108,6 +108,7 @@ class Scheduler:
             self._waiting.append(request)
         else:
             self._requests[request.place], self._live[request.place] = request, True
+            self._told[request.place] = request.told
 
     def forget(self, request: TabledRequest) -> None:
         """Let go of a request; it has its row still, or waits for one."""
@@ -130,7 +131,8 @@ class Scheduler:
             numbers = served.report[:, Reported.ROW]
             places = self._live[numbers].nonzero()[0]
             if len(places):
-                return ServedSteps(served, places, self._requests[numbers[places]].tolist())
+                told = self._told[numbers[places]]
+                return ServedSteps(served, places, self._requests[numbers[places]].tolist(), told)
             self.in_vain += 1
 
     def drain(self) -> None:
@@ -164,14 +166,16 @@ class Scheduler:
             return False
         more = len(table.columns) - len(self._live)
         self._requests = np.concatenate([self._requests, np.full(more, None, dtype=object)])
-        self._live = np.concatenate([self._live, np.zeros(more, dtype=np.bool_)])
+        self._live, self._told = (
+            np.concatenate([flags, np.zeros(more, dtype=np.bool_)]) for flags in (self._live, self._told)
+        )
         return True
 
     def _room(self, phase: Phase, least: int, most: int, rows: int, *, several: bool) -> int:
         """The blocks of the next step: as many as are asked for, fit, and delay nobody too long."""
         block, table = self._block, self._table
         fewest, blocks = _rung(self._least, block), _rung(most, block)
-        while blocks > fewest and not self._runner.admits([table.size(phase, blocks, block, rows)], more={}):
+        while blocks > fewest and not table.fits(phase, blocks, block, rows):
             blocks = max(_below(blocks), fewest)
         if several:
             own = _rung(least, block)

@@ -343,7 +343,7 @@ class Session(ClosesOnExit):
 
     def _show(self, served: ServedSteps) -> None:
         """End the requests that a step has ended, and tell whoever wants to know; the first error is raised when all is done."""
-        raised = list[BaseException]()
+        raised, ends = list[BaseException](), served.ends
         for place in served.noted:
             request = served.requests[place]
             if request.generation is not None:  # a callback has cancelled it
@@ -351,7 +351,7 @@ class Session(ClosesOnExit):
             try:
                 with interrupts_held():
                     step = served[place] if request.told else None
-                    if served.ends(place):
+                    if ends[place]:
                         self._forget(request)
                         request.end()
                     if step is not None:
