@@ -20,6 +20,7 @@ from torch import Tensor
 import mosaic
 from mosaic.decoding import Algorithm, GenerationConfig, LiveRequest, Session, Step, Submission, block_diffusion
 from mosaic.decoding.config import ALGORITHMS
+from mosaic.errors import UsageError
 from mosaic.runtime.compiled import CompiledModel
 
 MASK = 63
@@ -380,3 +381,35 @@ def test_a_table_doubles_for_those_who_wait(models: dict[str, CompiledModel], mo
         while session.live:
             session.advance()
     check_tokens(caller, *range(7))
+
+
+def test_prompts_come_in_chunks_that_a_step_has_room_for(models: dict[str, CompiledModel]) -> None:
+    """A long prompt beside a request that decides: steps have 16 tokens, and the other one waits for one step at most."""
+    model = models["sdar"]
+    prompt, way = torch.arange(200) % 50, {"gen_length": 8, "stop_at_eos": False}
+    expected = model.generate([prompt[:5], prompt], **way)
+    with model.session(max_num_batched_tokens=16) as session:
+        first = session.submit(prompt[:5], **(way | {"gen_length": 200}))
+        session.advance()
+        second, served = session.submit(prompt, **way), list[set[int]]()
+        while second.generation is None:
+            steps = [*session.advance()]
+            assert all(step.plan.dims["tokens"] <= 16 for step in steps)
+            served.append({step.request for step in steps})
+            assert first.generation is not None or first.number in set.union(*served[-2:])
+        assert sum(len(both) == 2 for both in served) > 10 and torch.equal(
+            second.generation.token_ids, expected[1].token_ids
+        )
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"max_num_batched_tokens": 0}, "max_num_batched_tokens: expected a number of tokens, at least 1, got 0"),
+    ({"max_num_batched_tokens": "8k"}, "max_num_batched_tokens: .* got '8k'"),
+    ({"max_delay_ms": -1.0}, "max_delay_ms: expected milliseconds, at least 0, got -1.0"),
+    ({"max_delay_ms": float("nan")}, "max_delay_ms: .* got nan"),
+])  # fmt: skip
+def test_options_that_cannot_be_are_refused(
+    models: dict[str, CompiledModel], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        models["sdar"].session(**options)
