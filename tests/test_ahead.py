@@ -215,7 +215,7 @@ def test_doubt_is_the_share_of_steps_that_speak_against_what_is_likely(model: Co
     for _ in range(12):
         prompt, steps = a_prompt(rng), rng.choice((4, 8))
         options = GenerationConfig(gen_length=40, steps=steps, threshold=rng.uniform(0.093, 0.1), stop_at_eos=False)
-        with Session(model) as session:
+        with Session(Telling(model)) as session:
             live, decided, history, within = session.submit(prompt, options), set[int](), list[int](), 0
             while session.live:
                 start = next(at for at in range(len(prompt), 1 << 9) if at not in decided) // 8 * 8

@@ -349,8 +349,8 @@ def test_requests_wait_for_a_row_of_the_table(
     models: dict[str, CompiledModel], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In order; some are cancelled while they wait, and rows are used again."""
-    for module in ("runtime.request_table", "decoding.scheduler", "decoding.session"):
-        monkeypatch.setattr(f"mosaic.{module}.ROWS", rows)
+    for most in ("ROWS", "MOST_ROWS"):
+        monkeypatch.setattr(f"mosaic.runtime.request_table.{most}", rows)
     caller = Caller(models["sdar"], asked_for([3, 9, 5, 12, 7, 4, 8]), monkeypatch)
     ended: list[int] = []
     with caller.model.session() as session:
@@ -360,7 +360,25 @@ def test_requests_wait_for_a_row_of_the_table(
         assert gone.generation is not None and (gone.steps, gone.generation.token_ids.tolist()) == (0, [])
         while session.live:
             served = {step.request for step in session.advance()}
-            assert len(served) <= rows and caller.model.state_rows["requests"] == rows
+            assert len(served) <= rows and caller.model.state_rows.get("requests", rows) == rows
             ended += [place for place, one in caller.requests.items() if one.generation and place not in ended]
     check_tokens(caller, 0, 1, 2, 3, 4, 6)
     assert rows > 1 or ended == [5, 0, 1, 2, 3, 4, 6]
+
+
+def test_a_table_grows_beside_anothers(models: dict[str, CompiledModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows move behind the other's, before it has sent any of them; a third one comes where they were."""
+    monkeypatch.setattr("mosaic.runtime.request_table.ROWS", 2)
+    caller = Caller(models["sdar"], asked_for([3, 9, 5, 12, 7, 4, 8, 3]), monkeypatch)
+    with caller.model.session() as one, caller.model.session() as other, caller.model.session() as third:
+        start(caller, one, 0, 1)
+        start(caller, other, 2)
+        start(caller, one, 3, 4, 5)
+        start(caller, third, 6)
+        third.advance()
+        one.advance()
+        assert caller.model.state_rows["requests"] == 14
+        start(caller, third, 7)
+        for session in (third, other, one):
+            finish(session)
+    check_tokens(caller, *range(8))

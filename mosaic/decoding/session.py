@@ -39,7 +39,7 @@ from mosaic.models.step import StepSize, most_rows
 from mosaic.runtime.interrupts import interrupts_held, interrupts_let_through
 from mosaic.runtime.packing import group_of
 from mosaic.runtime.range_pool import ClosesOnExit
-from mosaic.runtime.request_table import ROWS, RequestTable
+from mosaic.runtime.request_table import RequestTable
 
 if TYPE_CHECKING:
     from mosaic.models.state import State
@@ -248,8 +248,8 @@ class Session(ClosesOnExit):
         sizes = self._shared.beside([described.largest for described in more if described.row is None])
         tabled = [described.row for described in more if described.row is not None]
         if self._scheduler is not None and self._table is not None:
-            if tabled and not self._table.is_open:
-                rows[REQUESTS] = ROWS
+            if tabled:
+                rows[REQUESTS] = self._table.rows_to_open
             least = self._scheduler.size(tabled, rows)
             sizes = [size for size in sizes if size is not self._least] + ([] if least is None else [least])
         return sizes, rows
