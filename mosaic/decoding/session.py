@@ -345,7 +345,9 @@ class Session(ClosesOnExit):
                             group, results, launched = self._next_results()
                     if served is None and not group:
                         break
-                    if served is None and launched:  # the outcome is in: the step cannot run again
+                    if scheduler is not None and served is not None:
+                        scheduler.taken()
+                    elif launched:  # the outcome is in: the step cannot run again
                         del self._launched[0]
                     self._turns += 1
                     self._giving, self._tabled_last = True, tabled

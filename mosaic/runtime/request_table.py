@@ -23,6 +23,7 @@ from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import COLUMNS, RUNNING, Column, Reported
 from mosaic.runtime.host_copy import HostCopy
 from mosaic.runtime.host_inputs import Numbers
+from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.packing import PackedStep
 from mosaic.runtime.recent import Recent
 
@@ -118,6 +119,8 @@ class RequestTable:
         self._steps: Recent[Hashable, _TableStep] = Recent(KEPT_STEPS)
         self._predicted: Recent[Hashable, float] = Recent(KEPT_STEPS)
         self._count = self._read = 0
+        self.is_sure = True
+        """Whether every step that was begun was also recorded: one that was interrupted may have moved the table on."""
 
     @property
     def first(self) -> int:
@@ -243,14 +246,26 @@ class RequestTable:
         return self._predicted.find(key, predict)
 
     def launch(self, phase: Phase, blocks: int, block: int, rows: int) -> None:
-        """Launch a step of this size, for whoever it has room for."""
+        """Launch a step of this size, for whoever it has room for. After one that was interrupted, every step has been read."""
         started = perf_counter()
+        if not self.is_sure:
+            self._undo()
+        self.is_sure = False
         key = phase, blocks, block, rows, self._engine.changes
         ran = self._engine.run(self._steps.find(key, lambda: self._step(self.size(phase, blocks, block, rows))))
-        arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS])
-        self._sides.reverse()
-        self._launched.append((arriving, ran.plan, started))
-        self._count += 1
+        with interrupts_held():
+            arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS])
+            self._sides.reverse()
+            self._launched.append((arriving, ran.plan, started))
+            self._count += 1
+            self.is_sure = True
+
+    def _undo(self) -> None:
+        """Have the next step begin with the table and the canvases that the host knows."""
+        self._whole = True
+        for number in (self.columns[:, Column.STATE] == RUNNING).nonzero()[0].tolist():
+            at, length = self.columns[number, [Column.CANVAS, Column.LENGTH]].tolist()
+            self._unsent.setdefault(number, []).append((CANVAS, at, self.tokens[at : at + length]))
 
     def _step(self, size: StepSize) -> _TableStep:
         room = self.first, len(self.columns), size.tokens, size.rows, size.extents
@@ -268,17 +283,20 @@ class RequestTable:
         self._unsent.clear()
         self._whole = False
 
-    def read(self) -> Served:
-        """Wait for the first step that was launched, and take what it reports.
+    def wait(self) -> None:
+        """Wait for the first step that was launched and not read.
 
         Raises
         ------
         DeviceLost
             If the device stopped meanwhile.
         """
-        arriving, plan, started = self._launched[0]
+        self._launched[0][0].wait()
+
+    def read(self) -> Served:
+        """Take what the first step that was launched reports; the caller has waited for it, and holds signals back."""
+        arriving, plan, started = self._launched.popleft()
         report, *of_rows = (tensor.numpy() for tensor in arriving.wait())
-        del self._launched[0]
         self._read += 1
         report = report[report[:, Reported.ROW] >= 0].copy()
         report[:, Reported.ROW] -= self.first
