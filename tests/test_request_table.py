@@ -7,13 +7,15 @@ is the reference: it shares the steps' kernels with the table's, and nothing of 
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from test_session_interrupts import Striking, Struck, handled
 from test_session_turns import Shown, ShownAsDraft
 from torch import Tensor
 
@@ -350,8 +352,8 @@ def test_requests_wait_for_a_row_of_the_table(
     models: dict[str, CompiledModel], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In order; some are cancelled while they wait, and rows are used again."""
-    for name in ("ROWS", "MOST_ROWS"):
-        monkeypatch.setattr(f"mosaic.runtime.request_table.{name}", rows)
+    for most in ("ROWS", "MOST_ROWS"):
+        monkeypatch.setattr(f"mosaic.runtime.request_table.{most}", rows)
     caller = Caller(models["sdar"], asked_for([3, 9, 5, 12, 7, 4, 8]), monkeypatch)
     ended: list[int] = []
     with caller.model.session() as session:
@@ -413,3 +415,81 @@ def test_options_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         models["sdar"].session(**options)
+
+
+def test_a_table_grows_beside_anothers(models: dict[str, CompiledModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows move behind the other's, before it has sent any of them; a third one comes where they were."""
+    monkeypatch.setattr("mosaic.runtime.request_table.ROWS", 2)
+    caller = Caller(models["sdar"], asked_for([3, 9, 5, 12, 7, 4, 8, 3]), monkeypatch)
+    with caller.model.session() as one, caller.model.session() as other, caller.model.session() as third:
+        start(caller, one, 0, 1)
+        start(caller, other, 2)
+        start(caller, one, 3, 4, 5)
+        start(caller, third, 6)
+        third.advance()
+        one.advance()
+        assert caller.model.state_rows["requests"] == 14
+        start(caller, third, 7)
+        for session in (third, other, one):
+            finish(session)
+    check_tokens(caller, *range(8))
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+def interrupted(caller: Caller, at: int, file: str) -> int:
+    """Requests that come, go on and are cancelled, with a signal at one event of the library, or of one file of it, whose number
+    is returned; 0: no signal."""
+    caller.requests.clear()
+    with caller.model.session() as one, caller.model.session() as other:
+
+        def run() -> None:
+            for session, places in ((one, (0, 1, 2)), (other, (3,)), (one, (4,))):
+                start(caller, session, *places)
+                session.advance(3)
+            one.cancel(caller.requests[1])
+            start(caller, other, 5)
+            other.advance(2)
+            one.advance(2)
+
+        with handled(signal.SIGINT), suppress(Struck), Striking(signal.SIGINT, at, file) as strikes:
+            run()
+        for session, places in ((one, (0, 2, 4)), (other, (3, 5))):
+            missing = [place for place in places if place not in caller.requests]
+            if missing:  # whoever is interrupted gets no request, and none is left
+                start(caller, session, *missing)
+            for _ in range(400):
+                if session.live:
+                    session.advance()
+            assert not session.live
+        check_tokens(caller, 0, 2, 3, 4, 5)
+    assert caller.model.state_rows == {}
+    return strikes.seen
+
+
+STRUCK = [
+    pytest.param(family, 100, file, marks=pytest.mark.soak)
+    for family in CONFIGS
+    for file in ("", "request_table.py", "scheduler.py", "tabled.py", "advance_requests.py")
+]
+
+
+@pytest.mark.parametrize(("family", "strikes", "file"), [("sdar", 3, ""), ("sdar", 3, "request_table.py"), *STRUCK])
+def test_a_signal_anywhere_leaves_all_requests_their_tokens(
+    models: dict[str, CompiledModel], family: str, strikes: int, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of several requests, some of them generators: what a step did that was struck in its midst is done again, once."""
+    rng, options = random.Random(file), {**WAY, "gen_length": 8}
+    if family == "llada":
+        options |= {"block_length": 4, "steps": 4, "cache": "dual"}
+    own = {"cache": "prefix"} if family == "llada" else {"ahead": False}
+    asked = [
+        Asked(prompt_of(length, place), GenerationConfig(**options | (own if place % 3 == 2 else {})), place)
+        for place, length in enumerate([9, 5, 3, 12, 1, 7])
+    ]
+    caller = Caller(models[family], asked, monkeypatch)
+    events = interrupted(caller, 0, file)
+    for _ in range(strikes):
+        interrupted(caller, rng.randrange(1, events), file)
+    assert events > 20

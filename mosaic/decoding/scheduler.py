@@ -19,6 +19,7 @@ from mosaic.models.parts import REQUESTS
 from mosaic.models.phase import Phase, shared_phase
 from mosaic.models.step import StepSize, bucket
 from mosaic.registrar.request_table import Reported
+from mosaic.runtime.interrupts import interrupts_held
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from mosaic.decoding.rows import TableRow
     from mosaic.decoding.tabled import TabledRequest
     from mosaic.models.state import State
-    from mosaic.runtime.request_table import RequestTable
+    from mosaic.runtime.request_table import RequestTable, Served
     from mosaic.runtime.steps import StepRunner
 
 __all__ = ["DELAY_MS", "MOST_TOKENS", "Scheduler"]
@@ -70,6 +71,7 @@ class Scheduler:
         )
         self._rows = 0
         self._phases = Counter[Phase]()
+        self._served: ServedSteps | None = None
         self.in_vain = 0
 
     @property
@@ -125,30 +127,40 @@ class Scheduler:
         self._phases += Counter()  # leaves out those of nobody
 
     def step(self) -> ServedSteps:
-        """Run a step; on a device, launch the one after it before its outcome is waited for."""
-        table, most = self._table, AHEAD if self._runner.asynchronous else 1
-        while True:
+        """Run a step; on a device, launch the one after it before its outcome is waited for.
+
+        Its outcome is returned again until it is `taken`: whoever is interrupted loses none.
+        """
+        table = self._table
+        while self._served is None:
+            most = AHEAD if self._runner.asynchronous and table.is_sure else 1
             while table.in_flight < most and self.live and not (table.in_flight and self._waiting):
                 self._launch()
-            served = table.read()
-            numbers = served.report[:, Reported.ROW]
-            places = self._live[numbers].nonzero()[0]
-            if len(places):
-                told = self._told[numbers[places]]
-                return ServedSteps(served, places, self._requests[numbers[places]].tolist(), told)
-            self.in_vain += 1
+            table.wait()
+            with interrupts_held():
+                self._served = self._of_live(table.read())
+        return self._served
 
-    def drain(self) -> None:
-        """Read what was launched, for nobody."""
-        while self._table.in_flight:
-            self._table.read()
+    def taken(self) -> None:
+        """Take note that the session has the outcome of the last step."""
+        self._served = None
+
+    def _of_live(self, served: Served) -> ServedSteps | None:
+        """What a step did for live requests, if it served any."""
+        numbers = served.report[:, Reported.ROW]
+        places = self._live[numbers].nonzero()[0]
+        if not len(places):
             self.in_vain += 1
+            return None
+        told = self._told[numbers[places]]
+        return ServedSteps(served, places, self._requests[numbers[places]].tolist(), told)
 
     def _launch(self) -> None:
-        while self._waiting and (not self._table.is_full or self._grow()):
-            request = self._waiting.popleft()
-            request.enter()
-            self._placed(request)
+        with interrupts_held():
+            while self._waiting and (not self._table.is_full or self._grow()):
+                request = self._waiting.popleft()
+                request.enter()
+                self._placed(request)
         columns = self._table.columns
         asked = wanted(columns)
         length = asked.end - asked.begin

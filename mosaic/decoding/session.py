@@ -337,7 +337,9 @@ class Session(ClosesOnExit):
                             group, results, launched = self._crews.results()
                     if served is None and not group:
                         break
-                    if served is None and launched:  # the outcome is in: the step cannot run again
+                    if scheduler is not None and served is not None:
+                        scheduler.taken()
+                    elif launched:  # the outcome is in: the step cannot run again
                         self._crews.taken()
                     self._turns += 1
                     self._giving, self._tabled_last = True, tabled
