@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from mosaic.decoding import GenerationConfig
 from mosaic.decoding.algorithms import largest_steps, shared_sizes
 from mosaic.decoding.config import resolve
 from mosaic.errors import DoesNotFit
+from mosaic.models.parts import EACH, SAMPLE, STATISTICS
+from mosaic.models.phase import Phase
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.planner.planner import Planner, Settings
@@ -110,12 +113,20 @@ def test_what_fits_without_a_plan_is_what_fits_by_plan(
     assert 0.1 < sum(answers) / len(answers) < 0.9
 
 
+def headless(phase: Phase) -> Phase:
+    """The phase with one head of those that decide by a rule."""
+    return phase if phase.commit is None else replace(phase, head=STATISTICS)
+
+
 def shared(requests: Sequence[Sequence[StepSize]]) -> dict[Any, Any]:
-    """The steps that requests share by phase, by definition: each request's maximum of a phase, joined one by one."""
+    """The steps that requests share by phases without heads, by definition: each request's maximum of one, joined one by one."""
     found: dict[Any, Any] = {}
-    for phase in {size.phase for largest in requests for size in largest}:
-        own = [[size for size in largest if size.phase == phase] for largest in requests]
+    for kind in {headless(size.phase) for largest in requests for size in largest}:
+        own = [[size for size in largest if headless(size.phase) == kind] for largest in requests]
         most = [sizes for sizes in own if sizes]
+        heads = {size.phase.head for sizes in most for size in sizes}
+        head = heads.pop() if len(heads) == 1 else EACH if heads - {STATISTICS, SAMPLE} else SAMPLE
+        phase = replace(kind, head=head)
         keys = [max(sum(size.keys) for size in sizes) for sizes in most if sizes[0].keys]
         found[phase] = (
             tuple(max(sum(size.windows) for size in sizes) for sizes in most), tuple(keys),

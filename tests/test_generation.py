@@ -194,7 +194,10 @@ REQUEST: dict[str, Any] = {
         ({"rows": torch.tensor([], dtype=torch.int64)}, "decides at least one row"),
         ({"token_ids": torch.tensor([], dtype=torch.int64)}, "at least one token"),
         (
-            {"phase": Phase(cache=KEPT, head=SAMPLE, commit=Commit(score="confidence", rule="top"))},
+            {
+                "phase": Phase(cache=KEPT, head=SAMPLE, commit=Commit(score="confidence", rule="top")),
+                "temperature": 0.5,
+            },
             "needs a key for every row",
         ),
     ],
