@@ -18,8 +18,9 @@ import mosaic
 from mosaic.decoding import Generation, GenerationConfig, Submission
 from mosaic.decoding.algorithms import largest_steps
 from mosaic.decoding.config import resolve
+from mosaic.decoding.crews import DOUBT
 from mosaic.decoding.llada import schedule
-from mosaic.decoding.session import DOUBT, Session
+from mosaic.decoding.session import Session
 from mosaic.errors import UsageError
 from mosaic.models.parts import CANVAS, ENTERED, GUIDED, KEPT, KV, STAYING, Commit
 from mosaic.models.parts.windows import OPEN
@@ -215,7 +216,7 @@ def test_doubt_is_the_share_of_steps_that_speak_against_what_is_likely(model: Co
     for _ in range(12):
         prompt, steps = a_prompt(rng), rng.choice((4, 8))
         options = GenerationConfig(gen_length=40, steps=steps, threshold=rng.uniform(0.093, 0.1), stop_at_eos=False)
-        with Session(model) as session:
+        with Session(Telling(model)) as session:
             live, decided, history, within = session.submit(prompt, options), set[int](), list[int](), 0
             while session.live:
                 start = next(at for at in range(len(prompt), 1 << 9) if at not in decided) // 8 * 8

@@ -236,7 +236,7 @@ def test_a_second_generation_maps_nothing_and_trimming_is_a_few_calls(monkeypatc
         assert pool.ledger.held()["state/kv"] == report.committed["state/kv"]
         calls = len(driver.calls)
         model.trim()
-        assert model.memory().committed["state/kv"] == 0 and driver.calls[calls:].count("unmap") <= 3
+        assert model.memory().committed["state/kv"] == 0 and driver.calls[calls:].count("unmap") <= 5
         assert generate() == tokens
     assert not driver.used_bytes
 

@@ -271,7 +271,7 @@ def test_requests_that_cannot_be_are_refused_together_with_those_beside_them() -
         assert session.live == ()
         assert not model.state_rows
         request = session.submit_all([good])[0]
-        assert model.state_rows == {"canvas": 24, "kv": 24}
+        assert model.state_rows == {"canvas": 24, "held_extents": 1, "kv": 24, "requests": 16}
         session.cancel(request)
         session.cancel(request)
         assert not model.state_rows

@@ -10,7 +10,7 @@ from typing import Final
 from mosaic.decoding import block_diffusion, block_editing, dream, fast_dllm, fast_dllm_v2, llada
 from mosaic.decoding.algorithm import Algorithm
 from mosaic.decoding.config import ALGORITHMS, GenerationConfig, resolve
-from mosaic.decoding.rows import TableRow
+from mosaic.decoding.rows import OF_TABLE, TableRow
 from mosaic.models.architecture import Architecture
 from mosaic.models.step import StepSize
 from mosaic.registrar.request_table import STOPS
@@ -42,12 +42,12 @@ def algorithm_of(config: GenerationConfig) -> Algorithm:
 def table_row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> TableRow | None:
     """Return what a table on the device has to know of a request, options resolved; None if a generator decodes it.
 
-    It does if the algorithm does not say, a policy is asked for, keys are seen by ranges, or there are more
+    It does if the algorithm does not say, a policy or `ahead` is asked for, keys are seen by ranges, or there are more
     tokens that stop an answer than a table has room for.
     """
     describe = algorithm_of(config).row
     plain = config.attention is None and config.eviction is None and config.block_cache is None
-    waits = config.ahead is False and config.remasking != "sequential"
+    waits = config.ahead is not None and config.remasking != "sequential"
     ranged = bool(architecture.windows) or architecture.rotary.kind == "dynamic" or architecture.shifted
     if describe is None or not plain or waits or ranged or len(architecture.eos_token_ids) > STOPS:
         return None
@@ -77,9 +77,13 @@ def shapes(
     """
     found = resolve(config, architecture)
     asked = range(len(prompt_lens)) if request_ids is None else request_ids
-    return shared_sizes(
-        [largest_steps(found, architecture, length, number) for length, number in zip(prompt_lens, asked, strict=True)]
-    )
+    each = [
+        largest_steps(found, architecture, length, number) for length, number in zip(prompt_lens, asked, strict=True)
+    ]
+    for sizes, length in zip(each, prompt_lens, strict=True):
+        if table_row(found, architecture, length) is not None:
+            sizes[:] = [replace(size, states={**size.states, **OF_TABLE}) for size in sizes]
+    return shared_sizes(each)
 
 
 def largest_steps(

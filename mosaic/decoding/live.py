@@ -159,11 +159,18 @@ class LiveRequest:
         except BaseException:
             self.end("failed")
             raise
+        if self.pending is None:
+            self.end()
+
+    def show_prompt(self) -> None:
+        """Feed the streamer the prompt, and the answer if that is complete, unless another's streamer has cancelled the request."""
+        complete = self.generation
+        if complete is not None and complete.finish == "cancelled":
+            return
         if self._submission.streamer is not None:
             with interrupts_let_through():
                 self._submission.streamer.put(self._canvas.prompt.clone())
-        if self.pending is None:
-            self.end()
+        if complete is not None:
             self._show()
 
     def take(self, result: StepResult) -> Step:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mosaic.decoding.noise import key_of
 from mosaic.kernels.shared.requests import bits
-from mosaic.models.parts import CANVAS, HELD_EXTENTS, KEPT, KV, TABLED, Commit
+from mosaic.models.parts import CANVAS, HELD_EXTENTS, KEPT, KV, REQUESTS, TABLED, Commit
 from mosaic.models.phase import Phase
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import BY_BLOCKS, COLUMNS, STOPS, Column
@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from mosaic.decoding.canvas import Canvas, Sampling
     from mosaic.models.state import State
 
-__all__ = ["ALL", "PHASE", "TableRow", "columns_of", "demand_of"]
+__all__ = ["ALL", "TableRow", "columns_of", "demand_of"]
 
 RULE: Final = Commit(score="confidence", rule="dynamic")
 """Every rule that commits at least a quota and all above a threshold."""
+OF_TABLE: Final = {REQUESTS: 2, HELD_EXTENTS: 2}
+"""Rows of the table's own states for each request, at most: a table that grows doubles, and keys lie in few extents."""
 ALL: Final = float("inf")
 """The threshold of a rule that commits a quota alone."""
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from mosaic.decoding.tabled import ServedSteps
 from mosaic.kernels.shared.requests import wanted
+from mosaic.models.parts import REQUESTS
 from mosaic.models.phase import Phase, shared_phase
 from mosaic.models.step import StepSize, bucket
 from mosaic.registrar.request_table import Reported
-from mosaic.runtime.request_table import ROWS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -59,8 +59,8 @@ class Scheduler:
 
     def __init__(self, runner: StepRunner, table: RequestTable) -> None:
         self._runner, self._table = runner, table
-        self._requests: NDArray[Any] = np.full(ROWS, None, dtype=object)
-        self._live = np.zeros(ROWS, dtype=np.bool_)
+        self._requests: NDArray[Any] = np.full(len(table.columns), None, dtype=object)
+        self._live = np.zeros(len(table.columns), dtype=np.bool_)
         self._waiting: deque[TabledRequest] = deque()
         self._least = self._block = (
             0  # of live requests: tokens of the largest step that cannot be cut, the smallest block
@@ -124,7 +124,7 @@ class Scheduler:
         """Run a step; on a device, launch the one after it before its outcome is waited for."""
         table, most = self._table, AHEAD if self._runner.asynchronous else 1
         while True:
-            while table.in_flight < most and self.live:
+            while table.in_flight < most and self.live and not (table.in_flight and self._waiting):
                 self._launch()
             served = table.read()
             numbers = served.report[:, Reported.ROW]
@@ -140,8 +140,10 @@ class Scheduler:
             self.in_vain += 1
 
     def _launch(self) -> None:
-        while self._waiting and self._waiting[0].enter():
-            self._placed(self._waiting.popleft())
+        while self._waiting and (not self._table.is_full or self._grow()):
+            request = self._waiting.popleft()
+            request.enter()
+            self._placed(request)
         columns = self._table.columns
         asked = wanted(columns)
         length = asked.end - asked.begin
@@ -154,20 +156,41 @@ class Scheduler:
         blocks = self._room(phase, least, most, rows, several=deciding > 0 and prompts > 0)
         self._table.launch(phase, blocks, self._block, rows)
 
+    def _grow(self) -> bool:
+        """Make the table larger for those who wait, if the smallest step fits beside it then."""
+        table = self._table
+        size = table.size(shared_phase(self._phases), _rung(self._least, self._block), self._block, self._rows)
+        if not self._runner.admits([size], more={REQUESTS: 3 * len(table.columns)}) or not table.grow():
+            return False
+        more = len(table.columns) - len(self._live)
+        self._requests = np.concatenate([self._requests, np.full(more, None, dtype=object)])
+        self._live = np.concatenate([self._live, np.zeros(more, dtype=np.bool_)])
+        return True
+
     def _room(self, phase: Phase, least: int, most: int, rows: int, *, several: bool) -> int:
         """The blocks of the next step: as many as are asked for, fit, and delay nobody too long."""
         block, table = self._block, self._table
         fewest, blocks = _rung(self._least, block), _rung(most, block)
         while blocks > fewest and not self._runner.admits([table.size(phase, blocks, block, rows)], more={}):
-            blocks = max(_rung(blocks * block // 2, block), fewest)
+            blocks = max(_below(blocks), fewest)
         if several:
             own = _rung(least, block)
             limit = max(DELAY_MS, table.predicted_ms(phase, min(own, blocks), block, rows))
             while blocks > own and table.predicted_ms(phase, blocks, block, rows) > limit:
-                blocks = max(_rung(blocks * block // 2, block), own)
+                blocks = max(_below(blocks), own)
         return blocks
 
 
 def _rung(tokens: int, block: int) -> int:
     """Blocks that hold so many tokens, rounded up by at most an eighth."""
     return bucket(-(-tokens // block), share=SHARES)
+
+
+def _below(blocks: int) -> int:
+    """The next lower rung.
+
+    >>> [_below(blocks) for blocks in (2, 16, 18, 128)]
+    [1, 15, 16, 120]
+    """
+    step = 1 << max((blocks - 1).bit_length() - SHARES.bit_length(), 0)
+    return (blocks - 1) // step * step

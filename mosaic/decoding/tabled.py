@@ -15,7 +15,6 @@ from mosaic.decoding.streaming import Step
 from mosaic.models.parts import CANVAS, HELD_EXTENTS, KV
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import Column, Reported
-from mosaic.runtime.interrupts import interrupts_let_through
 
 if TYPE_CHECKING:
     from mosaic.decoding.canvas import Canvas
@@ -49,6 +48,15 @@ class TabledRequest(LiveRequest):
     place: int | None
 
     @property
+    def steps(self) -> int:
+        """Steps that were run for it."""
+        return self._steps if self.place is None else int(self._table.steps[self.place])
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self._steps = count
+
+    @property
     def told(self) -> bool:
         """Whether somebody wants to know of each of its steps."""
         return self._submission.on_step is not None or self._submission.streamer is not None
@@ -61,9 +69,6 @@ class TabledRequest(LiveRequest):
         except BaseException:
             self.end("failed")
             raise
-        if self._submission.streamer is not None:
-            with interrupts_let_through():
-                self._submission.streamer.put(self._canvas.prompt.clone())
 
     def enter(self) -> bool:
         """Take a row of the table, if one is free."""

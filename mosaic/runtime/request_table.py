@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
@@ -36,8 +37,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ROWS", "RequestTable", "Served"]
 
-ROWS: Final = 256
-"""Requests of a session that may run at once; others wait for a row."""
+ROWS: Final = 16
+"""Rows that a table begins with; it doubles when all are taken."""
+MOST_ROWS: Final = 1024
+"""Requests that one table serves; others wait for a row."""
 KEPT_STEPS: Final = 128
 """Steps that are kept for launching them again."""
 _OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score")
@@ -93,11 +96,11 @@ class RequestTable:
     Attributes
     ----------
     columns
-        int64 [ROWS, COLUMNS], the table as the host knows it.
+        int64 [S, COLUMNS], the table as the host knows it.
     tokens, confidence
         By rows of the canvas: int64 tokens, `OPEN` where nothing is decided, and float32 scores.
     steps
-        int64 [ROWS], steps that have served each request.
+        int64 [S], steps that have served each request.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -106,9 +109,9 @@ class RequestTable:
         self.columns = np.zeros((ROWS, COLUMNS), dtype=np.int64)
         self.steps = np.zeros(ROWS, dtype=np.int64)
         self.tokens, self.confidence = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
-        self._free = deque(range(ROWS))
+        self._free: list[int] = [*range(ROWS - 1, -1, -1)]  # the last is the next one
         self._leaving: deque[tuple[int, int]] = deque()  # rows, and the step before which they are not free
-        self._unsent: list[tuple[State, int, NDArray[np.int64]]] = []
+        self._unsent: dict[int, list[tuple[State, int, NDArray[np.int64]]]] = {}  # by row, -1: of them all
         self._sides = [HostCopy(), HostCopy()]
         self._launched: deque[tuple[Arriving, Plan, float]] = deque()
         self._steps: Recent[Hashable, _TableStep] = Recent(KEPT_STEPS)
@@ -135,11 +138,34 @@ class RequestTable:
         """Steps that were launched and not read."""
         return len(self._launched)
 
-    def open(self) -> None:
+    @property
+    def rows_to_open(self) -> int:
+        """The rows that the first request to enter takes for the table."""
+        return 0 if self.is_open else len(self.columns)
+
+    def _open(self) -> None:
         """Take the session's rows; nobody's, until requests enter."""
         if not self.is_open:
-            self._own.reserve(ROWS)
-            self._unsent.append((REQUESTS, self.first, self.columns.copy()))
+            self._own.reserve(len(self.columns))
+            self._unsent[-1] = [(REQUESTS, self.first, self.columns.copy())]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no request can enter before one leaves, or the table grows."""
+        return not self._free
+
+    def grow(self) -> bool:
+        """Double the table, if it has no more than half of `MOST_ROWS`, every step has been read, and there is memory."""
+        rows = len(self.columns)
+        if self._launched or 2 * rows > MOST_ROWS:
+            return False
+        self._own.close()
+        self._unsent = {row: [one for one in sent if one[0] is not REQUESTS] for row, sent in self._unsent.items()}
+        self.columns = np.concatenate([self.columns, np.zeros_like(self.columns)])
+        self.steps = np.concatenate([self.steps, np.zeros_like(self.steps)])
+        self._free = [*range(2 * rows - 1, rows - 1, -1), *self._free]
+        self._open()
+        return True
 
     def enter(
         self, row: NDArray[np.int64], tokens: NDArray[np.int64], canvas: OwnedRows, extents: OwnedRows, keys: OwnedRows
@@ -157,8 +183,8 @@ class RequestTable:
         """
         if not self._free:
             return None
-        self.open()
-        number = self._free.popleft()
+        self._open()
+        number = self._free.pop()
         at, held = canvas.runs()[0][0], extents.runs()[0][0]
         row[Column.STATE], row[Column.CANVAS] = RUNNING, at
         row[Column.EXTENT], row[Column.EXTENTS] = held, len(keys.extents)
@@ -170,7 +196,7 @@ class RequestTable:
             self.confidence = np.concatenate([self.confidence, np.zeros(more, dtype=np.float32)])
         self.tokens[at : at + len(tokens)] = tokens
         self.confidence[at : at + len(tokens)] = tokens != OPEN
-        self._unsent += [
+        self._unsent[number] = [
             (CANVAS, at, tokens), (HELD_EXTENTS, held, np.array(keys.extents)), (REQUESTS, self.first + number, row[None])
         ]  # fmt: skip
         return number
@@ -178,7 +204,7 @@ class RequestTable:
     def leave(self, number: int) -> None:
         """Let no further step serve a request; its row is free when the steps that were launched have been read."""
         self.columns[number] = 0
-        self._unsent.append((REQUESTS, self.first + number, self.columns[number : number + 1].copy()))
+        self._unsent[number] = [(REQUESTS, self.first + number, self.columns[number : number + 1].copy())]
         self._leaving.append((number, self._count))
         self._free_rows()
 
@@ -191,6 +217,9 @@ class RequestTable:
     def _free_rows(self) -> None:
         while self._leaving and self._leaving[0][1] <= self._read:
             self._free.append(self._leaving.popleft()[0])
+        if len(self._free) == len(self.columns) and self.is_open:  # an idle session holds nothing
+            self._unsent.clear()
+            self._own.close()
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -199,7 +228,7 @@ class RequestTable:
     ) -> StepSize:
         """Return the size of a step with room for so many blocks of tokens and so many rows to decide, beside the rows of states
         that are taken, and `more`."""
-        states = self._engine.states_with({REQUESTS: 0 if self.is_open else ROWS, **(more or {})})
+        states = self._engine.states_with({REQUESTS: self.rows_to_open, **(more or {})})
         owned = max(states.get(KV, 0) // blocks, block)
         return StepSize(
             phase=phase, windows=(block,) * blocks, keys=(owned,) * blocks, rows=min(rows, blocks * block),
@@ -226,12 +255,12 @@ class RequestTable:
         self._count += 1
 
     def _step(self, size: StepSize) -> _TableStep:
-        room = self.first, ROWS, size.tokens, size.rows, size.extents
+        room = self.first, len(self.columns), size.tokens, size.rows, size.extents
         return _TableStep(size=size, inputs={"room": Numbers(room, "int64", 5)}, table=self)
 
     def send(self) -> None:
-        """Write what has entered and left, in order."""
-        for state, row, values in self._unsent:
+        """Write what has entered and left. What has left already writes its own row alone: others may have its other rows."""
+        for state, row, values in chain.from_iterable(self._unsent.values()):
             width = values.shape[1] if values.ndim > 1 else 1
             there = self._engine.workspace.view(f"state/{state.name}", row * width * 8, values.shape, "int64")
             given = torch.from_numpy(values)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HELD_EXTENTS", "REQUESTS", "TABLED", "Tabled"]
 
-REQUESTS: Final = State(name="requests", width=COLUMNS, dtype="int64", together=True)
+REQUESTS: Final = State(name="requests", width=COLUMNS, dtype="int64", least_rows=16, together=True)
 """A row for each request (`mosaic.registrar.request_table`)."""
 HELD_EXTENTS: Final = State(name="held_extents", width=4, dtype="int64", together=True)
 """The extents of each request's keys, in order of position."""

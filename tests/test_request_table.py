@@ -1,0 +1,366 @@
+"""Sessions whose requests are rows of a table: each gets what a generator on the host, alone, gets.
+
+Random requests come and go in two sessions of one model, some of them generators beside those of the table. The generator's way
+is the reference: it shares the steps' kernels with the table's, and nothing of who is served when or how a request goes on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from test_session_turns import Shown, ShownAsDraft
+from torch import Tensor
+
+import mosaic
+from mosaic.decoding import Algorithm, GenerationConfig, LiveRequest, Session, Step, Submission, block_diffusion
+from mosaic.decoding.config import ALGORITHMS
+from mosaic.runtime.compiled import CompiledModel
+
+MASK = 63
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    "intermediate_size": 48, "vocab_size": 64, "mask_token_id": MASK, "eos_token_id": 5, "torch_dtype": "float32",
+    "max_position_embeddings": 8192,
+}  # fmt: skip
+CONFIGS: Mapping[str, dict[str, Any]] = {
+    "sdar": {**_SIZES, "model_type": "sdar", "block_size": 4},
+    "llada2": {
+        **_SIZES, "model_type": "llada2_moe", "block_size": 8, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "num_shared_experts": 1, "first_k_dense_replace": 0,
+    },
+    "llada": {
+        "model_type": "llada", "d_model": 32, "n_layers": 1, "n_heads": 2, "mlp_hidden_size": 48, "embedding_size": 64,
+        "mask_token_id": MASK, "eos_token_id": 5, "torch_dtype": "float32", "max_sequence_length": 8192,
+    },
+}  # fmt: skip
+USERS_OWN: Any = Algorithm(
+    name="mine", decode=block_diffusion.decode, shapes=block_diffusion.shapes, traits=ALGORITHMS["llada2"]
+)
+
+
+@pytest.fixture(scope="module")
+def models() -> Iterator[dict[str, CompiledModel]]:
+    """One model of each family for all tests, which reads no row that nobody has written; none may keep any."""
+    made = {name: mosaic.compile(config, seed=3, host_budget=0, debug="poison") for name, config in CONFIGS.items()}
+    yield made
+    for model in made.values():
+        assert model.state_rows == {}
+        model.trim()
+        assert not any(size for pool, size in model.workspace.committed_bytes().items() if pool.startswith("state/"))
+        model.close()
+        assert not any(model.workspace.committed_bytes().values())
+
+
+@contextmanager
+def no_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every request inside the block is a generator."""
+    with monkeypatch.context() as patch:
+        patch.setattr("mosaic.decoding.session.table_row", lambda *_: None)
+        yield
+
+
+def prompt_of(length: int, seed: int = 0) -> Tensor:
+    return torch.randint(6, MASK, (length,), generator=torch.Generator().manual_seed(seed + 100 * length))
+
+
+def drawn(rng: random.Random, family: str, longest: int) -> dict[str, Any]:
+    """Random options, some of which only generators take."""
+    config: dict[str, Any] = {
+        "gen_length": round(longest ** rng.random()), "seed": rng.randrange(5), "stop_at_eos": rng.random() < 0.6,
+        "temperature": rng.choice([0, 0, 0.7, 1.0, 1.3]),
+    }  # fmt: skip
+    if family == "llada":
+        block = config["block_length"] = rng.choice([4, 8])
+        config["gen_length"] = -(-config["gen_length"] // block) * block
+        config["cache"] = rng.choice(["dual", "prefix", "dual", "prefix", None])
+        if rng.random() < 0.5:
+            config |= {"algorithm": "fast-dllm", "threshold": rng.choice([0.02, 0.03, 0.5])}
+        else:
+            config["steps"] = config["gen_length"] // block * rng.choice([1, 2, block])
+        return config
+    if family == "sdar":
+        config["remasking"] = rng.choice(["low_confidence_static", "low_confidence_dynamic", "sequential"])
+    config["steps"] = rng.randint(1, 4)
+    if config.get("remasking", "low_confidence_dynamic") == "low_confidence_dynamic":
+        config["threshold"] = rng.choice([0.02, 0.03, 0.2])
+    if rng.random() < 0.3:
+        config |= rng.choice([{"top_p": 0.8}, {"top_k": 5}, {"top_p": 0.9, "top_k": 9}])
+    if rng.random() < 0.25:
+        ways: list[dict[str, Any]] = [
+            {"ahead": False},
+            {"block_cache": "dc"},
+            {"algorithm": USERS_OWN},
+            {"ahead": True},
+        ]
+        config |= rng.choice(ways[: 1 if config.get("remasking") == "sequential" else 4])
+        if config.get("algorithm"):
+            config.pop("remasking", None)
+    return config
+
+
+class Asked(NamedTuple):
+    """A request: its prompt, its options, and the number that it draws by."""
+
+    prompt: Tensor
+    config: GenerationConfig
+    number: int
+
+
+class Got(NamedTuple):
+    """What it got: the answer, how it ended, and what each step that decided did."""
+
+    tokens: list[int]
+    confidence: Tensor
+    finish: str
+    steps: list[tuple[int, int, list[int], list[int]]]
+
+
+def decided(steps: Sequence[Step]) -> list[tuple[int, int, list[int], list[int]]]:
+    """Block, masks left, positions and tokens of the steps that decided; prompts may be cut into any chunks."""
+    return [
+        (step.block, step.masked, step.positions.tolist(), step.token_ids.tolist())
+        for step in steps
+        if len(step.positions)
+    ]
+
+
+class Caller:
+    """Submits requests, keeps what they are told, and compares it with what they get alone."""
+
+    def __init__(self, model: CompiledModel, asked: Sequence[Asked], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model, self.asked, self._patch = model, asked, monkeypatch
+        self.requests: dict[int, LiveRequest] = {}
+        self.cancelled = set[int]()
+        self.shown: dict[int, Shown] = {}
+        self.told: dict[int, list[Step]] = {}
+        self.given: dict[int, list[Step]] = {}
+        self.alone = cache(self._alone)
+
+    def submission(self, place: int, **more: Any) -> Submission:
+        one = self.asked[place]
+        return Submission(prompt=one.prompt, config=one.config, request_id=one.number, **more)
+
+    def submit(self, session: Session, place: int, rng: random.Random) -> None:
+        """With a streamer or a callback, which may cancel this request or another one."""
+        more: dict[str, Any] = {}
+        if rng.random() < 0.3:
+            more["streamer"] = self.shown[place] = rng.choice([Shown, ShownAsDraft])()
+        if rng.random() < 0.3:
+            told, ends = self.told.setdefault(place, []), rng.randrange(1, 40)
+
+            def tell(step: Step) -> None:
+                told.append(step)
+                assert self.requests[place].steps == step.step
+                if len(told) == ends:
+                    self.cancel(session, rng.choice(session.live or [self.requests[place]]))
+
+            more["on_step"] = tell
+        (self.requests[place],) = session.submit_all([self.submission(place, **more)])
+
+    def cancel(self, session: Session, request: LiveRequest) -> None:
+        place = next(place for place, one in self.requests.items() if one is request)
+        if request.generation is None:
+            self.cancelled.add(place)
+        session.cancel(request)
+
+    def _alone(self, place: int) -> Got:
+        steps: list[Step] = []
+        one = self.asked[place]
+        with no_table(self._patch):
+            (found,) = self.model.generate([one.prompt], one.config, request_ids=[one.number], on_step=steps.append)
+        return Got(found.token_ids.tolist(), found.confidence, found.finish, decided(steps))
+
+    def check(self, place: int) -> None:
+        expected, found = self.alone(place), self.requests[place].generation
+        assert found is not None
+        tokens, count = found.token_ids.tolist(), len(found.token_ids)
+        if place in self.cancelled:
+            assert found.finish == "cancelled" and tokens == expected.tokens[:count]
+        else:
+            assert (tokens, found.finish) == (expected.tokens, expected.finish), self.asked[place]
+        torch.testing.assert_close(found.confidence, expected.confidence[:count], rtol=1e-6, atol=1e-6)
+        for steps in (self.told.get(place), self.given[place]):
+            if steps is not None:
+                mine = decided(steps)
+                assert mine == (expected.steps[: len(mine)] if place in self.cancelled else expected.steps)
+                assert [step.step for step in steps] == [*range(1, len(steps) + 1)]
+        assert self.requests[place].steps == len(self.given[place])
+        if (shown := self.shown.get(place)) is not None:
+            prompt, *parts = shown.put_
+            assert prompt == self.asked[place].prompt.tolist() and shown.ended == 1
+            assert [token for part in parts for token in part] == tokens
+
+
+def come_and_go(caller: Caller, rng: random.Random, most: int) -> tuple[int, int]:
+    """Submit all requests to two sessions, a few at a time, and advance these to their ends; return how many steps both took, and
+    how many of them served several."""
+    waiting, steps, shared = [*range(len(caller.asked))], 0, 0
+    with caller.model.session() as one, caller.model.session() as other:
+        numbers: dict[tuple[int, int], int] = {}
+        while waiting or one.live or other.live:
+            at, session = rng.choice([(0, one), (1, other)])
+            while waiting and len(session.live) < most and rng.random() < 0.5:
+                place = waiting.pop(0)
+                caller.submit(session, place, rng)
+                numbers[at, caller.requests[place].number] = place
+                caller.given[place] = []
+            if session.live and rng.random() < 0.02:
+                caller.cancel(session, rng.choice(session.live))
+            served = session.advance()
+            for step in served:
+                caller.given[numbers[at, step.request]].append(step)
+            steps, shared = steps + (len(served) > 0), shared + (len(served) > 1)
+            assert steps < 5_000 * len(caller.asked)
+    return steps, shared
+
+
+def asked_at_random(rng: random.Random, family: str, count: int, longest: int) -> list[Asked]:
+    found = []
+    for number in range(count):
+        config = GenerationConfig(**drawn(rng, family, longest // 2))
+        found.append(Asked(prompt_of(round((longest // 2) ** rng.random()), number), config, number))
+    return found
+
+
+SOAKED = [
+    pytest.param(family, seed, 40, 256 if seed % 4 else 4096, marks=pytest.mark.soak)
+    for family in CONFIGS
+    for seed in range(1, 18)
+]
+
+
+@pytest.mark.parametrize(("family", "seed", "count", "longest"), [*((family, 0, 9, 64) for family in CONFIGS), *SOAKED])
+def test_random_requests_get_what_they_get_alone(
+    models: dict[str, CompiledModel], family: str, seed: int, count: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(f"{family} {seed}")
+    caller = Caller(models[family], asked_at_random(rng, family, count, longest), monkeypatch)
+    steps, shared = come_and_go(caller, rng, most=6)
+    for place in range(count):
+        caller.check(place)
+    assert len(caller.cancelled) < count // 2 and shared > steps // 8
+    assert models[family].state_rows == {}
+
+
+# --- rows that come and go --------------------------------------------------------------------------------------------
+
+WAY: dict[str, Any] = {"gen_length": 12, "stop_at_eos": False, "seed": 3, "temperature": 1.0}
+
+
+def asked_for(lengths: Sequence[int]) -> list[Asked]:
+    return [Asked(prompt_of(length, number), GenerationConfig(**WAY), number) for number, length in enumerate(lengths)]
+
+
+def finish(session: Session) -> None:
+    while session.live:
+        session.advance()
+
+
+def check_tokens(caller: Caller, *places: int) -> None:
+    for place in places:
+        found = caller.requests[place].generation
+        assert found is not None and (found.token_ids.tolist(), found.finish) == caller.alone(place)[:3:2]
+
+
+def start(caller: Caller, session: Session, *places: int) -> None:
+    caller.requests |= dict(
+        zip(places, session.submit_all([caller.submission(place) for place in places]), strict=True)
+    )
+
+
+@pytest.mark.parametrize("lengths", [(9, 9, 5), (3000, 9, 5)])
+def test_a_request_that_is_cancelled_before_any_step_writes_over_nobody(
+    models: dict[str, CompiledModel], lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows of the canvas are another session's by then, or nobody's any more."""
+    caller = Caller(models["sdar"], asked_for(lengths), monkeypatch)
+    with caller.model.session() as one, caller.model.session() as other:
+        start(caller, one, 0)
+        one.cancel(caller.requests[0])
+        start(caller, other, 1)
+        other.advance(2)
+        start(caller, one, 2)
+        finish(one)
+        finish(other)
+    check_tokens(caller, 1, 2)
+
+
+class Cancels(Shown):
+    """A streamer that cancels requests once, as it is given the prompt."""
+
+    def __init__(self, session: Session, gone: Sequence[LiveRequest] = ()) -> None:
+        super().__init__()
+        self._session, self._gone = session, gone
+
+    def put(self, value: Tensor) -> None:
+        super().put(value)
+        for request in self._gone or self._session.live:
+            self._session.cancel(request)
+
+
+@pytest.mark.parametrize("tabled", [True, False])
+def test_a_streamer_that_cancels_requests_at_their_prompt_is_told_their_end(
+    models: dict[str, CompiledModel], tabled: bool
+) -> None:
+    """Its own, and another that is submitted beside it, whose streamer has not been given anything."""
+    config = GenerationConfig(**WAY, ahead=None if tabled else False)
+    with models["sdar"].session() as session:
+        shown = [Cancels(session), Shown()]
+        asked = [Submission(prompt=prompt_of(5), config=config, streamer=streamer) for streamer in shown]
+        requests = session.submit_all(asked)
+        assert session.live == () and session.advance() == []
+        assert [one.generation.finish for one in requests if one.generation is not None] == ["cancelled"] * 2
+        assert [len(streamer.put_) for streamer in shown] == [1, 0] and [one.ended for one in shown] == [1, 1]
+
+
+def test_a_streamer_that_makes_holes_as_others_begin_scatters_no_keys(
+    models: dict[str, CompiledModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request's keys lie in one extent more than there were holes when it was admitted, at most."""
+    caller = Caller(models["sdar"], asked_for([5, 5, 5, 5, 5, 5, 5, 60, 9]), monkeypatch)
+    with caller.model.session() as session:
+        start(caller, session, *range(6))
+        session.advance(3)
+        gone = [caller.requests[place] for place in (1, 3)]
+        asked = [caller.submission(6, streamer=Cancels(session, gone)), caller.submission(7), caller.submission(8)]
+        caller.requests |= dict(zip((6, 7, 8), session.submit_all(asked), strict=True))
+        finish(session)
+    check_tokens(caller, 0, 2, 4, 5, 6, 7, 8)
+
+
+def test_a_live_request_says_how_many_steps_it_has_had(models: dict[str, CompiledModel]) -> None:
+    with models["sdar"].session() as session:
+        request = session.submit(prompt_of(9), **WAY)
+        for count in range(4):
+            assert request.steps == count
+            session.advance()
+        session.cancel(request)
+        assert request.steps == 4 and request.generation is not None and request.generation.steps == 4
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_requests_wait_for_a_row_of_the_table(
+    models: dict[str, CompiledModel], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In order; some are cancelled while they wait, and rows are used again."""
+    for module in ("runtime.request_table", "decoding.scheduler", "decoding.session"):
+        monkeypatch.setattr(f"mosaic.{module}.ROWS", rows)
+    caller = Caller(models["sdar"], asked_for([3, 9, 5, 12, 7, 4, 8]), monkeypatch)
+    ended: list[int] = []
+    with caller.model.session() as session:
+        start(caller, session, *range(7))
+        gone = caller.requests[5]
+        session.cancel(gone)
+        assert gone.generation is not None and (gone.steps, gone.generation.token_ids.tolist()) == (0, [])
+        while session.live:
+            served = {step.request for step in session.advance()}
+            assert len(served) <= rows and caller.model.state_rows["requests"] == rows
+            ended += [place for place, one in caller.requests.items() if one.generation and place not in ended]
+    check_tokens(caller, 0, 1, 2, 3, 4, 6)
+    assert rows > 1 or ended == [5, 0, 1, 2, 3, 4, 6]
