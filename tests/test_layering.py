@@ -224,3 +224,21 @@ def test_no_file_is_longer_than_a_reader_holds_in_mind() -> None:
     """At most 500 lines, as long as there are ideas to cut it by."""
     long = {str(path): count for path in ROOT.rglob("*.py") if (count := len(path.read_text().splitlines())) > 500}
     assert not long
+
+
+SECTION = re.compile(r"^( *)(?:Parameters|Attributes|Raises)\n\1-+\n((?:\1(?! *\"\"\").+\n)+)", re.M)
+NAMES = re.compile(r"\*{0,2}[A-Za-z_][\w.]*(, \*{0,2}[A-Za-z_][\w.]*)*( : .+)?")
+
+
+def unnamed(code: str) -> list[str]:
+    """The lines of a docstring's sections that stand where a name is expected."""
+    found = ((len(indent), line) for indent, lines in SECTION.findall(code) for line in lines.splitlines())
+    return [line for indent, line in found if line[indent] != " " and not NAMES.fullmatch(line[indent:])]
+
+
+def test_sections_of_docstrings_list_names() -> None:
+    listed = '    Raises\n    ------\n    UsageError\n        If the value is unknown.\n    """\n'
+    assert not unnamed(listed)
+    assert unnamed(listed.replace("UsageError", "If it is unknown.")) == ["    If it is unknown."]
+    wrong = {str(file): lines for file in sorted(ROOT.rglob("*.py")) if (lines := unnamed(file.read_text()))}
+    assert not wrong, wrong

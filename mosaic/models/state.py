@@ -27,8 +27,8 @@ class State:
     ----------
     name
         In graphs and reports; its number of rows is the dim `NAME_rows`, its pool is `state/NAME`.
-    Columns of a row; 0: a row is one element. A subclass may compute `columns` from the model.
-        Columns of a row; 0: a row is one element. A subclass may have its `columns` depend on the model.
+    width
+        Columns of a row; 0: a row is one element. A subclass may compute `columns` from the model.
     dtype
         Of its elements; the model's, if not given.
     extents

@@ -139,10 +139,10 @@ class OpTimes:
     ----------
     body
         One registration of the model.
-    The profile with the rates.
-        The profile whose rates hold.
-    Consider only implementations whose rows do not depend on the number of other rows. A CPU has no others.
-        Take no implementations but those whose rows do not depend on the number of others. On a CPU all are taken.
+    device
+        The profile with the rates.
+    batch_invariant
+        Consider only implementations whose rows do not depend on the number of other rows. A CPU has no others.
 
     Attributes
     ----------

@@ -43,8 +43,8 @@ class Template:
         The phase.
     dims, knobs
         Symbolic dims and chunk knobs, in order of declaration.
-    The choices; `bodies` has one entry per combination, keyed by the chosen options, compiled on first use.
-        The choices; `bodies` has one entry per combination, keyed by the chosen options, compiled when asked for.
+    choices
+        The choices; `bodies` has one entry per combination, keyed by the chosen options, compiled on first use.
     """
 
     name: str

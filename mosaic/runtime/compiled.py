@@ -182,8 +182,8 @@ class CompiledModel(Face):
 
         Raises
         ------
-        If the shapes of ids, masks or rows disagree, or `config` names an unknown knob or option.
-            If ids, masks or rows do not fit together, or `config` names an unknown knob or option.
+        UsageError
+            If the shapes of ids, masks or rows disagree, or `config` names an unknown knob or option.
         DoesNotFit
             If the step needs more than the budget.
         """

@@ -23,8 +23,8 @@ def encode_weights(
 
     Parameters
     ----------
-    All weights of a plan, by their `tensor`; the parts are written.
-        All weights of a plan, by their `tensor`; those of parts are written.
+    views
+        All weights of a plan, by their `tensor`; the parts are written.
     dtype
         The dtype that matrices are encoded from.
     write

@@ -104,18 +104,18 @@ class HostRange(PageRange):
         """Make `[0, num_bytes)` pinned memory, rounded up to pages; contents stay. All or nothing.
 
         Parameters
-        One past the last byte that must be memory.
+        ----------
         num_bytes
-            Unused: one registration has no holes, and pinned memory is always populated.
+            One past the last byte that must be memory.
         holes, populate
-            For the interface: one registration has no holes, and pinned memory is always populated.
+            Unused: one registration has no holes, and pinned memory is always populated.
 
         Raises
         ------
         DoesNotFit
             If the ledger's budget does not allow it.
-        If the machine's memory is too small, or the driver refuses to pin it; nothing is changed.
-            If the machine's memory is too small, or the driver refuses to pin it; nothing was changed then.
+        HostMemoryError
+            If the machine's memory is too small, or the driver refuses to pin it; nothing is changed.
         """
         super().commit(num_bytes, populate=True)
         if self._registration.size != self.committed_bytes:  # a refused resize left less pinned

@@ -23,8 +23,8 @@ class WeightGuard:
 
     Parameters
     ----------
-    Of the plan. Adopted tensors are guarded where they are, and have no gaps.
-        Of the plan; adopted tensors are guarded where they are, and have no gaps.
+    views
+        Of the plan. Adopted tensors are guarded where they are, and have no gaps.
     """
 
     def __init__(self, records: PlanRecords, views: Views, workspace: Workspace) -> None:

@@ -41,6 +41,7 @@ def place_weights(
     ----------
     given
         By the buffers' `tensor` field or name, in the plan's shapes and dtypes, on any device. Constants are computed.
+
     Returns
     -------
     dict

@@ -322,9 +322,9 @@ class CanvasTracker:
     ----------
     length
         Positions to be generated.
-    Returns the text that each of a run of token ids adds, one string per id.
-        Gives what each of a run of token ids adds to the text, one string per id.
-    Position of the canvas's first token in the sequence, the length of the prompt: for `take`.
+    texts
+        Returns the text that each of a run of token ids adds, one string per id.
+    first
         Position of the canvas's first token in the sequence, the length of the prompt: for `take`.
 
     Examples
