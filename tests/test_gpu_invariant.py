@@ -51,12 +51,12 @@ def test_products_of_slices_are_slices_of_the_product(shape: str) -> None:
     x, weight, residual = normal(2048, inner), normal(outer, inner, seed=1), normal(2048, outer, seed=2)
     ways = {name: kernel_of(operator(name).implementation("cuda", "invariant")) for name in ("linear", "linear_add")}
     whole, added = torch.empty_like(residual), residual.clone()
-    ways["linear"].launch(x=x, weight=weight, y=whole)
+    ways["linear"](x=x, weight=weight, y=whole)
     ways["linear_add"](x=x, weight=weight, y=added)
     for rows in (1, 7, 32, 64, 65, 128, 200, 256, 300, 513, 1000):
         first = 2048 - rows - 3
         few, less = torch.empty_like(residual[:rows]), residual[first : first + rows].clone()
-        ways["linear"].launch(x=x[first : first + rows].clone(), weight=weight, y=few)
+        ways["linear"](x=x[first : first + rows].clone(), weight=weight, y=few)
         ways["linear_add"](x=x[first : first + rows], weight=weight, y=less)
         assert torch.equal(few, whole[first : first + rows]) and torch.equal(less, added[first : first + rows])
 
