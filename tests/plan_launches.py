@@ -39,11 +39,16 @@ class Launch(NamedTuple):
 
 
 LAUNCHES = [
+    Launch("advance_requests", "table:l5,30 canvas:l9 row:l2 begin:i2 cu_seqlens:i3 cu_rows:i3 committed:u6", "report:l2,15 table",
+           moved="table table canvas=6 row begin cu_seqlens cu_rows committed report", loose="canvas", sliced="committed",
+           whole="M"),
     Launch("attention", "q:f6,8 k:f5,4 v:f5,4 cu_seqlens:i3", "y:f6,8", 4 * 4 * 6 * 8,
            {"head_size": 2, "scale": 0.5, "span": 4, "block": 3}, free="k v cu_seqlens", any_rank="cu_seqlens",
            optional="span block", inplace="y/q", sliced="q y"),
     Launch("confidence", "maximum:f6 logsumexp:f6", "y:f6", 2 * 6, sliced="maximum logsumexp y"),
     Launch("copy", "x:f6,4", "y:f6,4", host="x y", sliced="x y"),
+    Launch("draw_requests", "table:l5,30 row:l2 cu_rows:i3 decided_rows:l6", "keys:l6 temperature:f6 top_p:f6 top_k:i6 cuts:u6",
+           sliced="decided_rows keys temperature top_p top_k cuts", whole="M"),
     Launch("embedding", "ids:l6 table:f9,4", "y:f6,4", moved="ids y y", loose="table", host="table", sliced="ids y"),
     Launch("evict_tokens",
            "before:f2,3,4 after:f2,3,4 listed:i2,4 first:i2 progress:i2 status:u6 positions:i6 cu_seqlens:i3 decoded:i2 owner:l2 "
@@ -96,6 +101,8 @@ LAUNCHES = [
            moved="x norm q_weight k_weight v_weight q_bias k_bias v_bias q k v",
            free="norm q_weight k_weight v_weight q_bias k_bias v_bias", loose="arrivals", optional="q_bias k_bias v_bias",
            sliced="x q k v"),
+    Launch("pack_requests", "table:l5,30 room:l1,5", "row:l2 begin:i2 seen:i2 cu_seqlens:i3 cu_rows:i3 cu_extents:i3 table",
+           attrs={"sequences": 2}, optional="sequences"),
     Launch("page_bounds",
            "q:f6,8 extrema:f9,16 page_table:l5 cu_pages:i3 votes:u6 cu_seqlens:i3 positions:i6", "bound:f4,7", 4 * 3 * 6 * 8,
            {"slot": 1, "kv_heads": 2, "head_size": 2, "sets": 4, "columns": 7, "page_span": 3, "statistic": "mean", "block": 4,
@@ -107,6 +114,13 @@ LAUNCHES = [
            attrs={"layer": 1, "slot": 2, "page": 2, "kv_heads": 2, "head_size": 2, "tokens": 6},
            moved="extents cu_extents page_table cu_pages first_page kv=48", loose="kv extrema", optional="tokens"),
     Launch("perturb_score", "score:f6 keys:l6 temperature:f6", "score", 4 * 6, sliced="score keys temperature"),
+    Launch("place_requests",
+           "table:l5,30 canvas:l9 held_extents:l7,4 row:l2 begin:i2 cu_seqlens:i3 cu_rows:i3 cu_extents:i3",
+           "positions:i5 token_rows:l5 rows:l6 decided_rows:l6 extents:l3,4 quota:i2 threshold:f2",
+           attrs={"tokens": 5, "most": 6, "count": 3},
+           moved="table canvas=6 held_extents row begin cu_seqlens cu_rows cu_extents positions token_rows rows decided_rows "
+                 "extents quota threshold",
+           loose="canvas", optional="tokens most count"),
     Launch("prefix_attention", "q:f6,8 kv:f9,16 extents:l5,4 cu_extents:i3 seen:i2 cu_seqlens:i3 positions:i6",
            "y:f6,8 logsumexp:f6,4", 4 * 4 * 6 * 8,
            {"layer": 1, "kv_heads": 2, "head_size": 2, "scale": 0.5, "span": 4, "keys": 5, "block": 3},

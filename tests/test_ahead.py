@@ -18,8 +18,9 @@ import mosaic
 from mosaic.decoding import Generation, GenerationConfig, Submission
 from mosaic.decoding.algorithms import largest_steps
 from mosaic.decoding.config import resolve
+from mosaic.decoding.crews import DOUBT
 from mosaic.decoding.llada import schedule
-from mosaic.decoding.session import DOUBT, Session
+from mosaic.decoding.session import Session
 from mosaic.errors import UsageError
 from mosaic.models.parts import CANVAS, ENTERED, GUIDED, KEPT, KV, STAYING, Commit
 from mosaic.models.parts.windows import OPEN

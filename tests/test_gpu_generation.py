@@ -177,7 +177,7 @@ def test_steps_are_replayed_and_ask_pytorch_for_nothing(way: str, opened: Any) -
 @pytest.mark.parametrize("way", ["llada", "sdar static", "sdar evicting, dc+", "llada2 evicting"])
 def test_crews_in_turn_get_the_cpus_tokens(way: str, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One crew's step is launched while the other's is on its way, from rows that both have in one state."""
-    monkeypatch.setattr(decoding.session, "CREW_TOKENS", 4)
+    monkeypatch.setattr(decoding.crews, "CREW_TOKENS", 4)
     family, options = WAYS[way]
     lengths = (*LENGTHS, 33, 5)
     expected = generated(opened(family, "cpu"), family, options, lengths)

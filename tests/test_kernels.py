@@ -820,6 +820,10 @@ def test_memory_cases_cover_every_kernel() -> None:
         "rotary_store",
         "split_linear_add",
         "zeros",
+        "advance_requests",  # test_request_kernels
+        "draw_requests",
+        "pack_requests",
+        "place_requests",
     }
 
 

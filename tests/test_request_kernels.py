@@ -12,6 +12,23 @@ from test_kernels import Case, check_allocates_nothing
 
 from mosaic.decoding.noise import key_of, row_keys
 from mosaic.kernels.shared.requests import bits
+from mosaic.models import load
+from mosaic.models.parts import (
+    CANVAS,
+    EACH,
+    HELD_EXTENTS,
+    KEPT,
+    KV,
+    NUCLEUS,
+    REQUESTS,
+    SAMPLE,
+    STATISTICS,
+    TABLED,
+    Commit,
+)
+from mosaic.models.phase import Phase
+from mosaic.models.step import StepSize
+from mosaic.planner import Planner
 from mosaic.registrar.operators.advance_requests import WIDTH
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import COLUMNS, Column
@@ -26,7 +43,10 @@ else:
     triton_test = pytest.mark.skip(reason="triton is not installed")
 
 I32 = torch.int32
-ROOM = ("sequences", "tokens", "rows", "extents")
+SMALL = {
+    "model_type": "sdar", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 48, "vocab_size": 64, "mask_token_id": 63, "block_size": 4, "torch_dtype": "float32",
+}  # fmt: skip
 
 
 class Requests:
@@ -176,6 +196,19 @@ def test_in_triton(seed: int, kind: str) -> None:
     expected = values(case.reference())
     found = run(case, DEVICE)
     assert {name: found[name].tolist() for name in expected} == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+def test_plans_of_steps_over_a_table_are_proved(device: str) -> None:
+    """Of every head: no operator of theirs is one that the checker does not know."""
+    planner, kernels = Planner(load(SMALL), device=device), set[str]()
+    states = {KV: 200, CANVAS: 100, HELD_EXTENTS: 3, REQUESTS: 256}
+    for head in (STATISTICS, SAMPLE, NUCLEUS, EACH):
+        phase = Phase(tokens=TABLED, cache=KEPT, head=head, commit=Commit(score="confidence", rule="dynamic"))
+        plan = planner.plan(StepSize(phase=phase, windows=(4,) * 3, keys=(64,) * 3, rows=12, extents=3, states=states))
+        assert plan.check() == ()
+        kernels |= {row["kernel"] for row in plan.document["ops"]}
+    assert kernels >= {f"{kind}_requests" for kind in KINDS}
 
 
 def test_the_keys_of_rows_are_those_of_noise() -> None:

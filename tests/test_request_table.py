@@ -22,6 +22,7 @@ from torch import Tensor
 import mosaic
 from mosaic.decoding import Algorithm, GenerationConfig, LiveRequest, Session, Step, Submission, block_diffusion
 from mosaic.decoding.config import ALGORITHMS
+from mosaic.errors import UsageError
 from mosaic.runtime.compiled import CompiledModel
 
 MASK = 63
@@ -366,6 +367,54 @@ def test_requests_wait_for_a_row_of_the_table(
             ended += [place for place, one in caller.requests.items() if one.generation and place not in ended]
     check_tokens(caller, 0, 1, 2, 3, 4, 6)
     assert rows > 1 or ended == [5, 0, 1, 2, 3, 4, 6]
+
+
+def test_a_table_doubles_for_those_who_wait(models: dict[str, CompiledModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """While others are in the middle of their blocks, and again; nobody waits then."""
+    monkeypatch.setattr("mosaic.runtime.request_table.ROWS", 2)
+    caller = Caller(models["sdar"], asked_for([3, 9, 5, 12, 7, 4, 8]), monkeypatch)
+    with caller.model.session() as session:
+        start(caller, session, 0, 1)
+        session.advance(3)
+        for places, rows in (((2,), 4), ((3, 4, 5, 6), 8)):
+            start(caller, session, *places)
+            served = {step.request for step in session.advance()}
+            assert caller.model.state_rows["requests"] == rows and len(served) == len(session.live)
+        while session.live:
+            session.advance()
+    check_tokens(caller, *range(7))
+
+
+def test_prompts_come_in_chunks_that_a_step_has_room_for(models: dict[str, CompiledModel]) -> None:
+    """A long prompt beside a request that decides: steps have 16 tokens, and the other one waits for one step at most."""
+    model = models["sdar"]
+    prompt, way = torch.arange(200) % 50, {"gen_length": 8, "stop_at_eos": False}
+    expected = model.generate([prompt[:5], prompt], **way)
+    with model.session(max_num_batched_tokens=16) as session:
+        first = session.submit(prompt[:5], **(way | {"gen_length": 200}))
+        session.advance()
+        second, served = session.submit(prompt, **way), list[set[int]]()
+        while second.generation is None:
+            steps = [*session.advance()]
+            assert all(step.plan.dims["tokens"] <= 16 for step in steps)
+            served.append({step.request for step in steps})
+            assert first.generation is not None or first.number in set.union(*served[-2:])
+        assert sum(len(both) == 2 for both in served) > 10 and torch.equal(
+            second.generation.token_ids, expected[1].token_ids
+        )
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"max_num_batched_tokens": 0}, "max_num_batched_tokens: expected a number of tokens, at least 1, got 0"),
+    ({"max_num_batched_tokens": "8k"}, "max_num_batched_tokens: .* got '8k'"),
+    ({"max_delay_ms": -1.0}, "max_delay_ms: expected milliseconds, at least 0, got -1.0"),
+    ({"max_delay_ms": float("nan")}, "max_delay_ms: .* got nan"),
+])  # fmt: skip
+def test_options_that_cannot_be_are_refused(
+    models: dict[str, CompiledModel], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        models["sdar"].session(**options)
 
 
 def test_a_table_grows_beside_anothers(models: dict[str, CompiledModel], monkeypatch: pytest.MonkeyPatch) -> None:

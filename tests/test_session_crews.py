@@ -12,7 +12,7 @@ from test_ahead import Fault, Faulty, Telling, a_prompt, same
 from test_session import FAMILIES
 
 import mosaic
-import mosaic.decoding.session as sessions
+import mosaic.decoding.crews as crews
 from mosaic.decoding import GenerationConfig, Session
 from mosaic.runtime.compiled import CompiledModel
 
@@ -27,8 +27,8 @@ def model(request: pytest.FixtureRequest) -> Iterator[CompiledModel]:
 
 @pytest.fixture(autouse=True)
 def _few_tokens_are_worth_a_crew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "CREW_TOKENS", 12)
-    monkeypatch.setattr(sessions, "EXPERTS", 1)
+    monkeypatch.setattr(crews, "CREW_TOKENS", 12)
+    monkeypatch.setattr(crews, "EXPERTS", 1)
 
 
 def drawn(rng: random.Random) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def test_crews_are_halves_and_few_tokens_wait_for_each_other(
         rows = [len(step) for step in beside.asked]
         assert {*rows[:-4]} == {4, 5}
         beside.asked.clear(), beside.told.clear()
-        monkeypatch.setattr(sessions, "CREW_TOKENS", 100)
+        monkeypatch.setattr(crews, "CREW_TOKENS", 100)
         for _ in range(2):
             session.submit(prompt, GenerationConfig(**options), stop_at_eos=False)
         while session.live:
@@ -112,7 +112,7 @@ def test_crews_are_halves_and_few_tokens_wait_for_each_other(
 
 
 def test_experts_are_read_once_more_for_many_tokens_only(model: CompiledModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "EXPERTS", 1000)
+    monkeypatch.setattr(crews, "EXPERTS", 1000)
     beside = Beside(model)
     with Session(beside) as session:
         for _ in range(9):

@@ -14,13 +14,17 @@ from torch import Tensor
 
 import mosaic
 from mosaic.errors import DoesNotFit, UsageError
-from mosaic.models.parts import KEPT, NO_HEAD, Commit
+from mosaic.models import load
+from mosaic.models.parts import KEPT, KV, NO_HEAD, Commit
 from mosaic.models.phase import Phase
-from mosaic.planner import plan_graph
+from mosaic.models.state import State
+from mosaic.models.step import StepSize
+from mosaic.planner import Planner, plan_graph
 from mosaic.planner.plan import Plan
 from mosaic.runtime import cuda_range
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.cuda_pool import CudaPool
+from mosaic.runtime.engine import Engine
 from mosaic.runtime.executor import Executor
 from mosaic.runtime.page_pool import PAGE_BYTES, PagePool
 from mosaic.runtime.state_rows import OwnedRows, RowTable
@@ -147,6 +151,66 @@ def test_extents_go_back_whole() -> None:
             taken = plain.taken
             assert table.rows == max(taken, default=-1) + 1
             assert {row for start, end in table.free for row in range(start, end)} == set(range(table.rows)) - taken
+
+
+def test_rows_that_are_handed_out_at_once_lie_side_by_side() -> None:
+    """In the first hole that holds all of them, else at the end. As many rows as `room` says are enough, and no fewer are where
+    no hole holds any."""
+    reused = 0
+    for seed in range(30):
+        rng, table = random.Random(seed), RowTable("canvas", together=True)
+        opened, plain = {key: table.open(key) for key in range(5)}, PlainTable()
+        plain.owned = {key: [] for key in opened}
+        for _ in range(40):
+            keys, before, in_holes = rng.sample(range(5), rng.choice([1, 1, 2])), table.rows, 0
+            grows = rng.random() < 0.6
+            counts = [rng.choice([0, 1, rng.randint(1, 40)]) for _ in keys]
+            room = table.room(sum(counts))
+            for key, count in zip(keys, counts, strict=True):
+                mine = plain.owned[key]
+                if grows:
+                    taken = {row for rows in plain.owned.values() for row in rows}
+                    first = next(at for at in range(plain.rows + 1) if taken.isdisjoint(range(at, at + count)))
+                    opened[key].reserve(len(mine) + count)
+                    in_holes += count > 0 and first < before
+                    mine += range(first, first + count)
+                else:
+                    start = rng.randint(0, len(mine))
+                    end = rng.choice([None, rng.randint(start, len(mine))])
+                    opened[key].drop(start, end)
+                    del mine[start:end]
+                agree(opened, plain, table)
+            assert table.rows <= room
+            assert not grows or in_holes or table.rows == room
+            reused += in_holes
+    assert reused > 50
+
+
+def test_states_get_the_rows_that_were_foreseen() -> None:
+    """Of any states, whether somebody has rows of them or not; `states_with` leaves others as they are."""
+    notes, lines = State(name="notes", width=2), State(name="lines", width=2, together=True)
+    rng, engine = (
+        random.Random(0),
+        Engine(Planner(load(LLADA), device="cpu", host_budget=0), StepSize(windows=(1,), rows=1)),
+    )
+    opened, exact = list[OwnedRows](), 0
+    for _ in range(80):
+        more = {state: rng.randint(0, 30) for state in rng.sample((KV, notes, lines), rng.randint(1, 3))}
+        before, foreseen = engine.states, engine.states_with(more)
+        assert {state: foreseen[state] for state in before if state not in more} == {
+            state: rows for state, rows in before.items() if state not in more
+        }
+        for state, count in more.items():
+            opened.append(engine.table(state).open())
+            opened[-1].reserve(count)
+        assert engine.states.keys() == foreseen.keys()
+        for state, rows in engine.states.items():
+            assert rows == foreseen[state] or (state == lines and rows < foreseen[state])
+        exact += engine.states == foreseen
+        for owned in rng.choices(opened, k=rng.randint(0, 3)):
+            owned.close()
+    engine.close()
+    assert exact > 40
 
 
 def test_positions_that_an_owner_has_not_are_refused() -> None:

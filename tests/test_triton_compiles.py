@@ -45,6 +45,9 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     """
     import torch
 
+    from mosaic.registrar.operators.advance_requests import WIDTH
+    from mosaic.registrar.request_table import COLUMNS
+
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
@@ -178,6 +181,24 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "read_canvas", {"canvas": some, "rows": some, "y": some, "open_id": 3}
     for taken in ({}, {"taken": empty(rows, dtype=torch.uint8)}):
         yield "write_canvas", {"token": some, "rows": some, "canvas": some, **taken}
+    sequences, table = empty(64, dtype=torch.int32), {"table": empty(256, COLUMNS, dtype=index)}
+    bounds = {name: empty(65, dtype=torch.int32) for name in ("cu_seqlens", "cu_rows", "cu_extents")}
+    packed = {"row": empty(64, dtype=index), "begin": sequences, **bounds}
+    yield "pack_requests", {**table, **packed, "room": empty(1, 5, dtype=index), "seen": sequences, "sequences": 64}
+    held = {"canvas": some, "held_extents": empty(300, 4, dtype=index), "extents": empty(70, 4, dtype=index)}
+    placed = {
+        "positions": empty(rows, dtype=torch.int32),
+        **dict.fromkeys(("token_rows", "rows", "decided_rows"), some),
+    }
+    per_window = {"quota": sequences, "threshold": empty(64, dtype=wide)}
+    yield "place_requests", {**table, **held, **packed, **placed, **per_window}
+    of_rows = {"row": packed["row"], "cu_rows": bounds["cu_rows"], "decided_rows": some, "keys": some, "cuts": cuts}
+    yield "draw_requests", {**table, **of_rows, **limits}
+    del packed["cu_extents"]
+    yield (
+        "advance_requests",
+        {**table, **packed, "canvas": some, "committed": cuts, "report": empty(64, WIDTH, dtype=index)},
+    )
     bounds = {name: empty(5, dtype=torch.int32) for name in ("bounds", "cu_rows", "cu_seqlens", "cu_decided")}
     numbers = {name: empty(rows, dtype=torch.int32) for name in ("positions", "kept_positions", "place")}
     of_kept = dict.fromkeys(("chosen", "kept", "rows", "decided", "asked"), some) | {

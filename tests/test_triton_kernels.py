@@ -504,6 +504,10 @@ def test_cases_cover_every_kernel() -> None:
         "split_linear_add",
         "zeros",
         "minimum",
+        "advance_requests",  # test_request_kernels
+        "draw_requests",
+        "pack_requests",
+        "place_requests",
     }
 
 

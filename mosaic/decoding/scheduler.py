@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["DELAY_MS", "MOST_TOKENS", "Scheduler"]
 
 MOST_TOKENS: Final = 8192
-"""Tokens of a step that nobody needs to be larger."""
 DELAY_MS: Final = 50.0
-"""Longest step with prompts in it, as predicted, unless the step without them is longer."""
 SHARES: Final = 8
 """Rungs between a number of blocks and twice as many."""
 AHEAD: Final = 2
@@ -51,6 +49,10 @@ class Scheduler:
         The model.
     table
         Of the session.
+    most_tokens
+        Tokens of a step, unless one request alone needs more.
+    delay_ms
+        How long a step with prompts in it may take, as predicted, unless the step without them takes longer.
 
     Attributes
     ----------
@@ -58,10 +60,11 @@ class Scheduler:
         Steps that served nobody who was still live.
     """
 
-    def __init__(self, runner: StepRunner, table: RequestTable) -> None:
+    def __init__(self, runner: StepRunner, table: RequestTable, most_tokens: int, delay_ms: float) -> None:
         self._runner, self._table = runner, table
+        self._most_tokens, self._delay_ms = most_tokens, delay_ms
         self._requests: NDArray[Any] = np.full(len(table.columns), None, dtype=object)
-        self._live = np.zeros(len(table.columns), dtype=np.bool_)
+        self._live, self._told = np.zeros((2, len(table.columns)), dtype=np.bool_)
         self._waiting: deque[TabledRequest] = deque()
         self._least = self._block = (
             0  # of live requests: tokens of the largest step that cannot be cut, the smallest block
@@ -110,6 +113,7 @@ class Scheduler:
             self._waiting.append(request)
         else:
             self._requests[request.place], self._live[request.place] = request, True
+            self._told[request.place] = request.told
 
     def forget(self, request: TabledRequest) -> None:
         """Let go of a request; it has its row still, or waits for one."""
@@ -148,7 +152,8 @@ class Scheduler:
         if not len(places):
             self.in_vain += 1
             return None
-        return ServedSteps(served, places, self._requests[numbers[places]].tolist())
+        told = self._told[numbers[places]]
+        return ServedSteps(served, places, self._requests[numbers[places]].tolist(), told)
 
     def _launch(self) -> None:
         with interrupts_held():
@@ -162,8 +167,8 @@ class Scheduler:
         decides, fills = asked.running & ~asked.fills, asked.running & asked.fills
         deciding, prompts = int(length[decides].sum()), int(length[fills].sum())
         rows = min(max(int(asked.rows[decides].sum()), self._rows), deciding or self._rows)
-        least = max(self._least, min(deciding, MOST_TOKENS))
-        most = min(deciding + prompts, max(least, MOST_TOKENS))
+        least = max(self._least, min(deciding, self._most_tokens))
+        most = min(deciding + prompts, max(least, self._most_tokens))
         phase = shared_phase(self._phases)
         blocks = self._room(phase, least, most, rows, several=deciding > 0 and prompts > 0)
         self._table.launch(phase, blocks, self._block, rows)
@@ -176,18 +181,20 @@ class Scheduler:
             return False
         more = len(table.columns) - len(self._live)
         self._requests = np.concatenate([self._requests, np.full(more, None, dtype=object)])
-        self._live = np.concatenate([self._live, np.zeros(more, dtype=np.bool_)])
+        self._live, self._told = (
+            np.concatenate([flags, np.zeros(more, dtype=np.bool_)]) for flags in (self._live, self._told)
+        )
         return True
 
     def _room(self, phase: Phase, least: int, most: int, rows: int, *, several: bool) -> int:
         """The blocks of the next step: as many as are asked for, fit, and delay nobody too long."""
         block, table = self._block, self._table
         fewest, blocks = _rung(self._least, block), _rung(most, block)
-        while blocks > fewest and not self._runner.admits([table.size(phase, blocks, block, rows)], more={}):
+        while blocks > fewest and not table.fits(phase, blocks, block, rows):
             blocks = max(_below(blocks), fewest)
         if several:
             own = _rung(least, block)
-            limit = max(DELAY_MS, table.predicted_ms(phase, min(own, blocks), block, rows))
+            limit = max(self._delay_ms, table.predicted_ms(phase, min(own, blocks), block, rows))
             while blocks > own and table.predicted_ms(phase, blocks, block, rows) > limit:
                 blocks = max(_below(blocks), own)
         return blocks

@@ -1,22 +1,19 @@
 """Sessions: requests of one model, submitted and cancelled at any time, advanced by steps that they share.
 
-Requests share nothing but steps, so each gets the tokens that it would get alone. Requests whose phases one step can serve form
-a group and share it, whatever their sampling. The group that has waited longest runs next. A request is refused when it is
-submitted, or it runs to its end: each of its steps fits beside all live requests of its model's sessions.
-
-If the host decides what a step asks, the device would wait for the host. A group with tokens for two busy steps is split into
-two crews: the device runs a step of one crew while the host takes the outcomes of the other.
+Requests share nothing but steps, so each gets the tokens that it would get alone. Most requests of the shipped algorithms are
+rows of a table that steps themselves move on (`scheduler.py`). The others are generators (`crews.py`); if there are both, they take
+turns. A request is refused when it is submitted, or it runs to its end: each of its steps fits beside all live requests of its
+model's sessions.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -25,35 +22,26 @@ from torch import Tensor
 from mosaic.decoding.algorithms import canvas_length, expected_step, largest_steps, table_row
 from mosaic.decoding.canvas import Canvas
 from mosaic.decoding.config import GenerationConfig, resolve, uncut, with_options
+from mosaic.decoding.crews import Crews
 from mosaic.decoding.live import LiveRequest, Submission
 from mosaic.decoding.prompts import Prompt, check_prompt, is_integer, is_text, token_ids
 from mosaic.decoding.rows import TableRow, demand_of
-from mosaic.decoding.scheduler import Scheduler
+from mosaic.decoding.scheduler import DELAY_MS, MOST_TOKENS, Scheduler
 from mosaic.decoding.streaming import OnStep, Step, Steps, Streamer
 from mosaic.decoding.tabled import ServedSteps, TabledRequest
 from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.errors import UsageError
 from mosaic.models.parts import REQUESTS
-from mosaic.models.phase import shared_phase
 from mosaic.models.step import StepSize, most_rows
 from mosaic.runtime.interrupts import interrupts_held, interrupts_let_through
-from mosaic.runtime.packing import group_of
 from mosaic.runtime.range_pool import ClosesOnExit
 from mosaic.runtime.request_table import RequestTable
 
 if TYPE_CHECKING:
     from mosaic.models.state import State
-    from mosaic.runtime.steps import Outcome, StepRequest, StepResult, StepRunner
+    from mosaic.runtime.steps import StepResult, StepRunner
 
-__all__ = ["CREW_TOKENS", "DOUBT", "Session"]
-
-DOUBT: Final = 1 / 17
-"""Share of a step's requests that may be in it in vain. A step in vain costs a request one step. Waiting for outcomes costs every
-request about a sixteenth of a step (H200, SDAR-8B, one request), and more with many requests."""
-CREW_TOKENS: Final = 512
-"""Fewest tokens of a crew's step: with fewer, a product takes as long as reading its weights."""
-EXPERTS: Final = 4
-"""`CREW_TOKENS` grows by this factor if a feed-forward has experts, as each of two steps reads nearly all of them."""
+__all__ = ["Session"]
 
 _log = logging.getLogger(__name__)
 
@@ -71,24 +59,6 @@ class _Described(NamedTuple):
     row: TableRow | None = None
 
 
-class _Asked(NamedTuple):
-    """What live requests asked for, and the step that was launched for it."""
-
-    requests: list[StepRequest]
-    launched: Outcome
-    cut: bool
-
-    def proceed(self) -> None:
-        """Launch the second graph of a cut step if the device has counted its rows."""
-        if self.cut:
-            self.launched.proceed()
-
-    def settle(self) -> None:
-        """Wait for the count of a cut step and launch its second graph."""
-        if self.cut:
-            self.launched.settle()
-
-
 class Session(ClosesOnExit):
     """The live requests of a model.
 
@@ -99,6 +69,15 @@ class Session(ClosesOnExit):
     ----------
     runner
         What runs the steps: a compiled model.
+    max_num_batched_tokens
+        Tokens of a step over requests of the table, prompts in chunks included, unless one request alone needs more.
+    max_delay_ms
+        How long a step with chunks of prompts may take, as its plan predicts, unless the step takes longer without them.
+
+    Raises
+    ------
+    UsageError
+        If an option cannot be.
 
     Examples
     --------
@@ -116,15 +95,21 @@ class Session(ClosesOnExit):
     (4, 4, 4)
     """
 
-    def __init__(self, runner: StepRunner) -> None:
+    def __init__(
+        self, runner: StepRunner, *, max_num_batched_tokens: int = MOST_TOKENS, max_delay_ms: float = DELAY_MS
+    ) -> None:
         if not hasattr(runner, "architecture"):
             raise UsageError(f"a session is of a compiled model, got {type(runner).__name__}.")
+        if not is_integer(max_num_batched_tokens) or max_num_batched_tokens < 1:
+            raise UsageError(
+                f"max_num_batched_tokens: expected a number of tokens, at least 1, got {max_num_batched_tokens!r}."
+            )
+        if isinstance(max_delay_ms, bool) or not isinstance(max_delay_ms, int | float) or not max_delay_ms >= 0:
+            raise UsageError(f"max_delay_ms: expected milliseconds, at least 0, got {max_delay_ms!r}.")
         self._runner = runner
         self._live: dict[LiveRequest, None] = {}
         self._given = WeakSet[LiveRequest]()  # live and ended requests
-        self._launched: list[_Asked] = []  # in order, until their outcomes are given
-        self.launched_in_vain = 0
-        """Steps that were launched ahead and whose outcomes no request took."""
+        self._crews = Crews(runner, self._live)
         self._untold = Steps()  # of calls of `advance` that raised
         self._submitted = self._turns = 0
         self._closed = self._giving = False
@@ -132,7 +117,9 @@ class Session(ClosesOnExit):
         with runner.exclusive():
             self._shared = runner.sharing()
             self._table: RequestTable | None = getattr(runner, "request_table", lambda: None)()
-        self._scheduler = None if self._table is None else Scheduler(runner, self._table)
+        self._scheduler = (
+            None if self._table is None else Scheduler(runner, self._table, max_num_batched_tokens, max_delay_ms)
+        )
         self._least: StepSize | None = None  # of the table's steps, as other sessions are told
         self._tabled_last = False
 
@@ -140,6 +127,11 @@ class Session(ClosesOnExit):
     def live(self) -> tuple[LiveRequest, ...]:
         """Requests that are neither finished nor cancelled, in order of submission."""
         return tuple(self._live)
+
+    @property
+    def launched_in_vain(self) -> int:
+        """Steps that were launched ahead and whose outcomes no request took."""
+        return self._crews.in_vain + (0 if self._scheduler is None else self._scheduler.in_vain)
 
     def admits(self, *submissions: Submission) -> bool:
         """Return whether every future step fits the budget, with all that is live and these requests added; as for `submit`."""
@@ -342,13 +334,13 @@ class Session(ClosesOnExit):
                         if scheduler is not None and tabled:
                             served = scheduler.step()
                         else:
-                            group, results, launched = self._next_results()
+                            group, results, launched = self._crews.results()
                     if served is None and not group:
                         break
                     if scheduler is not None and served is not None:
                         scheduler.taken()
                     elif launched:  # the outcome is in: the step cannot run again
-                        del self._launched[0]
+                        self._crews.taken()
                     self._turns += 1
                     self._giving, self._tabled_last = True, tabled
                     try:
@@ -372,7 +364,7 @@ class Session(ClosesOnExit):
 
     def _show(self, served: ServedSteps) -> None:
         """End the requests that a step has ended, and tell whoever wants to know; the first error is raised when all is done."""
-        raised = list[BaseException]()
+        raised, ends = list[BaseException](), served.ends
         for place in served.noted:
             request = served.requests[place]
             if request.generation is not None:  # a callback has cancelled it
@@ -380,7 +372,7 @@ class Session(ClosesOnExit):
             try:
                 with interrupts_held():
                     step = served[place] if request.told else None
-                    if served.ends(place):
+                    if ends[place]:
                         self._forget(request)
                         request.end()
                     if step is not None:
@@ -398,8 +390,7 @@ class Session(ClosesOnExit):
         raised, mine = list[BaseException](), list[Step]()
         done.add(mine)
         for request, result in zip(group, results, strict=True):
-            for step in self._launched:
-                step.proceed()
+            self._crews.proceed()
             if request.generation is not None:
                 continue
             request.waiting_since = self._turns
@@ -411,115 +402,9 @@ class Session(ClosesOnExit):
                 raised.append(error)
             if request.generation is not None:
                 self._forget(request)
-        for step in self._launched:
-            step.settle()
+        self._crews.settle()
         if raised:
             raise raised[0]
-
-    def _next_results(self) -> tuple[list[LiveRequest], list[StepResult], bool]:
-        """Requests of the next step, their outcomes, and whether the step had been launched.
-
-        The step after it is launched before the outcomes are waited for.
-        """
-        while self._launched and not self._waiting_for(self._launched[0]):
-            self.launched_in_vain += 1
-            del self._launched[0]
-        if not self._launched:
-            group = self._next_group(self._asking)
-            crew = self._crew(group)
-            if crew is None:
-                return group, self._runner.step(_of_one_phase(_asked_by(group))) if group else [], False
-            self._launch(_asked_by(crew))
-        first = self._launched[0]
-        waiting = self._waiting_for(first)
-        group = [request for _, request in waiting]
-        if len(self._launched) == 1:
-            self._launch_beside(group)
-        results = first.launched.results()
-        return group, [results[place] for place, _ in waiting], True
-
-    def _crew(self, group: Sequence[LiveRequest]) -> list[LiveRequest] | None:
-        """The requests of a group whose step is launched without a wait for its outcome.
-
-        All of them if tokens stay on the device. Otherwise the half of all requests that has waited longest, or None if the
-        tokens of both halves are too few for two steps.
-        """
-        asked = _asked_by(group)
-        if _on_device(asked):
-            return list(group)
-        tokens = sum(one.token_ids.numel() for one in chain(asked, *(step.requests for step in self._launched)))
-        least = CREW_TOKENS * (EXPERTS if self._runner.architecture.feed_forward.experts else 1)
-        live = len(self._asking)
-        if live < 2 or tokens < 2 * least or not self._runner.asynchronous:
-            return None
-        half = -(-live // 2)
-        if len(group) <= half:
-            return list(group)
-        # mixes first and later steps of blocks: crews whose steps are alike need fewer plans
-        last = sorted(request.waiting_since for request in group)[half - 1]
-        crew = [request for request in group if request.waiting_since < last]
-        alike = [request for request in group if request.waiting_since == last]
-        alike.sort(key=lambda request: 0 if request.pending is None else request.pending.token_ids.numel())
-        more = half - len(crew)
-        return crew + [alike[place * len(alike) // more] for place in range(more)]
-
-    def _launch_beside(self, group: Sequence[LiveRequest]) -> None:
-        """Launch a step beside the first launched one, if some step does not depend on its outcome."""
-        if _on_device(self._launched[0].requests):
-            self._get_ready(group)
-            return
-        busy = {*group}
-        other = self._next_group([request for request in self._asking if request not in busy])
-        crew = None if _on_device(_asked_by(other)) else self._crew(other)
-        if crew:
-            self._launch(_asked_by(crew))
-
-    def _launch(self, asked: list[StepRequest]) -> None:
-        step = _of_one_phase(asked)
-        self._launched.append(_Asked(asked, self._runner.launch(step), step[0].phase.bucketed is not None))
-
-    def _waiting_for(self, step: _Asked) -> list[tuple[int, LiveRequest]]:
-        """Live requests that still ask for a launched step, with their places in it."""
-        places = {id(one): place for place, one in enumerate(step.requests)}
-        return [(places[id(request.pending)], request) for request in self._asking if id(request.pending) in places]
-
-    def _get_ready(self, group: Sequence[LiveRequest]) -> None:
-        """Launch the step that most likely follows, or prepare each step that may follow if none is likely enough.
-
-        The step also serves requests outside the group, whose last step was launched in vain. If it cannot serve every live
-        request, nothing is launched.
-        """
-        following = {request: request.following() for request in group}
-        doubt = sum(one.doubt for one in following.values())
-        for place in range(min([len(one.requests) for one in following.values()], default=0)):
-            asked = [
-                following[request].requests[place] if request in following else request.pending
-                for request in self._asking
-            ]
-            step = [one for one in asked if one is not None]
-            if not step or len({group_of(one, self._runner.architecture) for one in step}) > 1:
-                continue
-            if doubt <= DOUBT * len(step):
-                self._launch(step)
-                return
-            self._runner.prepare(_of_one_phase(step))
-
-    @property
-    def _asking(self) -> list[LiveRequest]:
-        """The live requests that ask for steps of the host."""
-        return [request for request in self._live if request.pending is not None]
-
-    def _next_group(self, among: Sequence[LiveRequest]) -> list[LiveRequest]:
-        """The group of the request that has waited longest."""
-        if len(among) == 1:
-            return [*among]
-        groups: dict[Hashable, list[LiveRequest]] = {}
-        for request in among:
-            asked = request.pending
-            assert asked is not None
-            groups.setdefault(group_of(asked, self._runner.architecture), []).append(request)
-        longest = min(among, key=lambda request: request.waiting_since, default=None)
-        return next((group for group in groups.values() if longest in group), [])
 
     def cancel(self, request: LiveRequest) -> None:
         """End a request now: what is final becomes its `generation`. A request that has ended stays as it is.
@@ -545,19 +430,3 @@ class Session(ClosesOnExit):
                 ending.callback(self._table.close)
             for request in reversed(self.live):
                 ending.callback(self.cancel, request)
-
-
-def _asked_by(group: Sequence[LiveRequest]) -> list[StepRequest]:
-    """The steps that requests ask for."""
-    return [request.pending for request in group if request.pending is not None]
-
-
-def _on_device(asked: Sequence[StepRequest]) -> bool:
-    """Whether any request has its tokens on the device."""
-    return any(one.phase.tokens.computes for one in asked)
-
-
-def _of_one_phase(asked: list[StepRequest]) -> list[StepRequest]:
-    """The requests by the phase of the step that serves them all."""
-    phase = shared_phase(request.phase for request in asked)
-    return [request.within(phase) for request in asked]

@@ -475,12 +475,8 @@ def _exact_monomials(body: Body, values: Sequence[int]) -> list[int]:
 
 def _total(body: Body, row: int, points: Sequence[tuple[int, Sequence[int]]]) -> int:
     """One polynomial over all iterations in Python integers: FLOPs of long contexts exceed 64 bits."""
-    return sum(weight * _value(body, row, powers) for weight, powers in points)
-
-
-def _value(body: Body, row: int, powers: Sequence[int]) -> int:
-    """One polynomial in Python integers."""
-    return int(sum(map(mul, body.coefficients[row].tolist(), powers))) // int(body.denominators[row])
+    terms, over = body.coefficients[row].tolist(), int(body.denominators[row])
+    return sum(weight * (int(sum(map(mul, terms, powers))) // over) for weight, powers in points)
 
 
 def _iterations(

@@ -118,6 +118,7 @@ class RequestTable:
         self._launched: deque[tuple[Arriving, Plan, float]] = deque()
         self._steps: Recent[Hashable, _TableStep] = Recent(KEPT_STEPS)
         self._predicted: Recent[Hashable, float] = Recent(KEPT_STEPS)
+        self._fitting: Recent[Hashable, bool] = Recent(KEPT_STEPS)
         self._count = self._read = self._entered = 0
         self.is_sure = True
         """Whether every step that was begun was also recorded: one that was interrupted may have moved the table on."""
@@ -236,6 +237,16 @@ class RequestTable:
             phase=phase, windows=(block,) * blocks, keys=(owned,) * blocks, rows=min(rows, blocks * block),
             extents=max(states.get(HELD_EXTENTS, 0), 1), states={**states, KV: max(states.get(KV, 0), owned)},
         )  # fmt: skip
+
+    def fits(self, phase: Phase, blocks: int, block: int, rows: int) -> bool:
+        """Return whether such a step fits the budget now; found once, until rows of states change hands."""
+        key = phase, blocks, block, rows, self._engine.changes
+
+        def fit() -> bool:
+            size = self.size(phase, blocks, block, rows)
+            return self._engine.plans.fits(self._engine.scattered([size]), self._engine.states)
+
+        return self._fitting.find(key, fit)
 
     def predicted_ms(self, phase: Phase, blocks: int, block: int, rows: int) -> float:
         """Return how long the plan of such a step says that it takes; found once, whatever the states hold."""

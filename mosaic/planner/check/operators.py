@@ -95,7 +95,15 @@ _KEPT: Final = (
     ),
     Way("triton"),
 )  # fmt: skip
+_TABLE: Final = "table:int64=S,30"
+"""A row for each request."""
 _NOTATION: Final = {
+    "advance_requests": _Operator(
+        f"{_TABLE} canvas:int64=R row:int64=B begin:int32=B cu_seqlens:int32=B+1 cu_rows:int32=B+1 committed:uint8=M "
+        "report:int64=B,15",
+        "table canvas row begin cu_seqlens cu_rows committed", "report table", whole="S R B M",
+        moved="table table canvas=M row begin cu_seqlens cu_rows committed report",
+    ),
     "attention": _Operator(
         "q:a=*T,Q k=*S,P v=*S,P cu_seqlens=*B sees?:int32=*T,2 y:a=*T,Q", "q k v cu_seqlens sees?", "y",
         "head_size:n scale:x span?:n block?:n", "4*span*T*Q", "S",
@@ -106,6 +114,11 @@ _NOTATION: Final = {
         "maximum:a=*M logsumexp:a=*M y:a=*M", "maximum logsumexp", "y", flops="2*M", shown=(("M", "masked"),)
     ),
     "copy": _Operator("x:a=*T y:a=*T", "x", "y", host="x y"),
+    "draw_requests": _Operator(
+        f"{_TABLE} row:int64=B cu_rows:int32=B+1 decided_rows:int64=M keys:int64=M temperature:float32=M top_p:float32=M "
+        "top_k:int32=M cuts:uint8=M",
+        "table row cu_rows decided_rows", "keys temperature top_p top_k cuts", whole="S B M",
+    ),
     "embedding": _Operator(
         "ids:index=T table:a=V,D y:a=T,D", "ids table", "y", moved="ids y y", host="table", shown=(("T", "tokens"),)
     ),
@@ -190,6 +203,11 @@ _NOTATION: Final = {
         rules=(("at most", "Q", "64*A"), ("at most", "W", "64*A")),
         invariant=NONE,
     ),
+    "pack_requests": _Operator(
+        f"{_TABLE} room:int64=1,5 row:int64=sequences begin:int32=sequences seen:int32=sequences cu_seqlens:int32=sequences+1 "
+        "cu_rows:int32=sequences+1 cu_extents:int32=sequences+1",
+        "table room", "row begin seen cu_seqlens cu_rows cu_extents table", "sequences?:n", whole="S sequences",
+    ),
     "page_bounds": _Operator(
         "q:a=T,Q extrema:a=R,X page_table:int64=M cu_pages:int32=B+1 votes:uint8=T cu_seqlens:int32=B+1 positions?:int32=T "
         "bound:float32=sets*tiles,columns",
@@ -212,6 +230,16 @@ _NOTATION: Final = {
     ),
     "perturb_score": _Operator(
         "score:float32=M keys:int64=M temperature:float32=M", "score keys temperature", "score", flops="4*M"
+    ),
+    "place_requests": _Operator(
+        f"{_TABLE} canvas:int64=R held_extents:int64=X,4 row:int64=B begin:int32=B cu_seqlens:int32=B+1 cu_rows:int32=B+1 "
+        "cu_extents:int32=B+1 positions:int32=tokens token_rows:int64=tokens rows:int64=most decided_rows:int64=most "
+        "extents:int64=count,4 quota:int32=B threshold:float32=B",
+        "table canvas held_extents row begin cu_seqlens cu_rows cu_extents",
+        "positions token_rows rows decided_rows extents quota threshold", "tokens?:n most?:n count?:n",
+        whole="S R X B tokens most count",
+        moved="table canvas=most held_extents row begin cu_seqlens cu_rows cu_extents positions token_rows rows decided_rows "
+        "extents quota threshold",
     ),
     "prefix_attention": _Operator(
         "q:a=T,Q kv:floats=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T y:a=T,Q "

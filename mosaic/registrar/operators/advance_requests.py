@@ -11,23 +11,18 @@ report[i] has the columns `mosaic.registrar.request_table.Reported`; its row is 
 """
 
 from mosaic.registrar.kernels import kernels_of
-from mosaic.registrar.operator import Dim, Operator, require
+from mosaic.registrar.operator import Operator
 from mosaic.registrar.request_table import COLUMNS, Column, Reported
 
 WIDTH = Reported.WRITTEN + COLUMNS - Column.WRITTEN
 
-
-def rules(*, C: Dim, **_: object) -> None:
-    require(C == COLUMNS, f"a table of requests has {COLUMNS} columns, not {C}")
-
-
 OPERATOR = Operator(
     name="advance_requests",
     operands=f"""
-        table!@:i64[S, C] canvas@:i64[R] row@:i64[B] begin@:i32[B] cu_seqlens@:i32[B+1] cu_rows@:i32[B+1] committed@:u8[M]
+        table!@:i64[S, {COLUMNS}] canvas@:i64[R]
+        row@:i64[B] begin@:i32[B] cu_seqlens@:i32[B+1] cu_rows@:i32[B+1] committed@:u8[M]
         -> report:i64[B, {WIDTH}]
     """,
     moved={"canvas": "committed"},
-    rules=rules,
     implementations=kernels_of("advance_requests"),
 )

@@ -6,11 +6,12 @@ Row m of window i is of the request table[row[i]]: its key is that of the reques
 
 from mosaic.registrar.kernels import kernels_of
 from mosaic.registrar.operator import Operator
+from mosaic.registrar.request_table import COLUMNS
 
 OPERATOR = Operator(
     name="draw_requests",
-    operands="""
-        table@:i64[S, C] row@:i64[B] cu_rows@:i32[B+1] decided_rows@:i64[M]
+    operands=f"""
+        table@:i64[S, {COLUMNS}] row@:i64[B] cu_rows@:i32[B+1] decided_rows@:i64[M]
         -> keys:i64[M] temperature:f32[M] top_p:f32[M] top_k:i32[M] cuts:u8[M]
     """,
     implementations=kernels_of("draw_requests"),

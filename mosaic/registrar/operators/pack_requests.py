@@ -19,27 +19,21 @@ where its tokens, rows to decide and extents begin. Beyond the last window row i
 from typing import Final
 
 from mosaic.registrar.kernels import kernels_of
-from mosaic.registrar.operator import Dim, Operator, require
+from mosaic.registrar.operator import Operator
 from mosaic.registrar.request_table import COLUMNS
 
 PATIENCE: Final = 8
 """Turns after which a prompt has room kept for it."""
 KEPT_SHARE: Final = 8
-"""The share of a step's tokens that is kept then: one of so many parts."""
-
-
-def rules(*, C: Dim, **_: object) -> None:
-    require(C == COLUMNS, f"a table of requests has {COLUMNS} columns, not {C}")
-
+"""The room that is kept then: the tokens of the step divided by this."""
 
 OPERATOR = Operator(
     name="pack_requests",
-    operands="""
-        table!@:i64[S, C] room@:i64[1, 5]
+    operands=f"""
+        table!@:i64[S, {COLUMNS}] room@:i64[1, 5]
         -> row:i64[sequences] begin:i32[sequences] seen:i32[sequences]
         cu_seqlens:i32[sequences+1] cu_rows:i32[sequences+1] cu_extents:i32[sequences+1]
     """,
     attrs="sequences",
-    rules=rules,
     implementations=kernels_of("pack_requests"),
 )

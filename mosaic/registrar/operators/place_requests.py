@@ -13,25 +13,19 @@ Beyond the last window positions, rows, quotas and extents are 0, and rows of th
 """
 
 from mosaic.registrar.kernels import kernels_of
-from mosaic.registrar.operator import Dim, Operator, require
+from mosaic.registrar.operator import Operator
 from mosaic.registrar.request_table import COLUMNS
-
-
-def rules(*, C: Dim, **_: object) -> None:
-    require(C == COLUMNS, f"a table of requests has {COLUMNS} columns, not {C}")
-
 
 OPERATOR = Operator(
     name="place_requests",
-    operands="""
-        table@:i64[S, C] canvas@:i64[R] held_extents@:i64[X, 4]
+    operands=f"""
+        table@:i64[S, {COLUMNS}] canvas@:i64[R] held_extents@:i64[X, 4]
         row@:i64[B] begin@:i32[B] cu_seqlens@:i32[B+1] cu_rows@:i32[B+1] cu_extents@:i32[B+1]
         -> positions:i32[tokens] token_rows:i64[tokens] rows:i64[most] decided_rows:i64[most] extents:i64[count, 4]
         quota:i32[B] threshold:f32[B]
     """,
     attrs="tokens most count",
     moved={"canvas": "most"},
-    rules=rules,
     implementations=kernels_of("place_requests"),
     roles={"positions": "statistics", "rows": "statistics", "decided_rows": "statistics"},
 )
