@@ -7,19 +7,22 @@ is the reference: it shares the steps' kernels with the table's, and nothing of 
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from test_session_interrupts import Striking, Struck, handled
 from test_session_turns import Shown, ShownAsDraft
 from torch import Tensor
 
 import mosaic
 from mosaic.decoding import Algorithm, GenerationConfig, LiveRequest, Session, Step, Submission, block_diffusion
 from mosaic.decoding.config import ALGORITHMS
+from mosaic.errors import UsageError
 from mosaic.runtime.compiled import CompiledModel
 
 MASK = 63
@@ -349,8 +352,8 @@ def test_requests_wait_for_a_row_of_the_table(
     models: dict[str, CompiledModel], rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In order; some are cancelled while they wait, and rows are used again."""
-    for module in ("runtime.request_table", "decoding.scheduler", "decoding.session"):
-        monkeypatch.setattr(f"mosaic.{module}.ROWS", rows)
+    for most in ("ROWS", "MOST_ROWS"):
+        monkeypatch.setattr(f"mosaic.runtime.request_table.{most}", rows)
     caller = Caller(models["sdar"], asked_for([3, 9, 5, 12, 7, 4, 8]), monkeypatch)
     ended: list[int] = []
     with caller.model.session() as session:
@@ -360,7 +363,133 @@ def test_requests_wait_for_a_row_of_the_table(
         assert gone.generation is not None and (gone.steps, gone.generation.token_ids.tolist()) == (0, [])
         while session.live:
             served = {step.request for step in session.advance()}
-            assert len(served) <= rows and caller.model.state_rows["requests"] == rows
+            assert len(served) <= rows and caller.model.state_rows.get("requests", rows) == rows
             ended += [place for place, one in caller.requests.items() if one.generation and place not in ended]
     check_tokens(caller, 0, 1, 2, 3, 4, 6)
     assert rows > 1 or ended == [5, 0, 1, 2, 3, 4, 6]
+
+
+def test_a_table_doubles_for_those_who_wait(models: dict[str, CompiledModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """While others are in the middle of their blocks, and again; nobody waits then."""
+    monkeypatch.setattr("mosaic.runtime.request_table.ROWS", 2)
+    caller = Caller(models["sdar"], asked_for([3, 9, 5, 12, 7, 4, 8]), monkeypatch)
+    with caller.model.session() as session:
+        start(caller, session, 0, 1)
+        session.advance(3)
+        for places, rows in (((2,), 4), ((3, 4, 5, 6), 8)):
+            start(caller, session, *places)
+            served = {step.request for step in session.advance()}
+            assert caller.model.state_rows["requests"] == rows and len(served) == len(session.live)
+        while session.live:
+            session.advance()
+    check_tokens(caller, *range(7))
+
+
+def test_prompts_come_in_chunks_that_a_step_has_room_for(models: dict[str, CompiledModel]) -> None:
+    """A long prompt beside a request that decides: steps have 16 tokens, and the other one waits for one step at most."""
+    model = models["sdar"]
+    prompt, way = torch.arange(200) % 50, {"gen_length": 8, "stop_at_eos": False}
+    expected = model.generate([prompt[:5], prompt], **way)
+    with model.session(max_num_batched_tokens=16) as session:
+        first = session.submit(prompt[:5], **(way | {"gen_length": 200}))
+        session.advance()
+        second, served = session.submit(prompt, **way), list[set[int]]()
+        while second.generation is None:
+            steps = [*session.advance()]
+            assert all(step.plan.dims["tokens"] <= 16 for step in steps)
+            served.append({step.request for step in steps})
+            assert first.generation is not None or first.number in set.union(*served[-2:])
+        assert sum(len(both) == 2 for both in served) > 10 and torch.equal(
+            second.generation.token_ids, expected[1].token_ids
+        )
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"max_num_batched_tokens": 0}, "max_num_batched_tokens: expected a number of tokens, at least 1, got 0"),
+    ({"max_num_batched_tokens": "8k"}, "max_num_batched_tokens: .* got '8k'"),
+    ({"max_delay_ms": -1.0}, "max_delay_ms: expected milliseconds, at least 0, got -1.0"),
+    ({"max_delay_ms": float("nan")}, "max_delay_ms: .* got nan"),
+])  # fmt: skip
+def test_options_that_cannot_be_are_refused(
+    models: dict[str, CompiledModel], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        models["sdar"].session(**options)
+
+
+def test_a_table_grows_beside_anothers(models: dict[str, CompiledModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows move behind the other's, before it has sent any of them; a third one comes where they were."""
+    monkeypatch.setattr("mosaic.runtime.request_table.ROWS", 2)
+    caller = Caller(models["sdar"], asked_for([3, 9, 5, 12, 7, 4, 8, 3]), monkeypatch)
+    with caller.model.session() as one, caller.model.session() as other, caller.model.session() as third:
+        start(caller, one, 0, 1)
+        start(caller, other, 2)
+        start(caller, one, 3, 4, 5)
+        start(caller, third, 6)
+        third.advance()
+        one.advance()
+        assert caller.model.state_rows["requests"] == 14
+        start(caller, third, 7)
+        for session in (third, other, one):
+            finish(session)
+    check_tokens(caller, *range(8))
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+def interrupted(caller: Caller, at: int, file: str) -> int:
+    """Requests that come, go on and are cancelled, with a signal at one event of the library, or of one file of it, whose number
+    is returned; 0: no signal."""
+    caller.requests.clear()
+    with caller.model.session() as one, caller.model.session() as other:
+
+        def run() -> None:
+            for session, places in ((one, (0, 1, 2)), (other, (3,)), (one, (4,))):
+                start(caller, session, *places)
+                session.advance(3)
+            one.cancel(caller.requests[1])
+            start(caller, other, 5)
+            other.advance(2)
+            one.advance(2)
+
+        with handled(signal.SIGINT), suppress(Struck), Striking(signal.SIGINT, at, file) as strikes:
+            run()
+        for session, places in ((one, (0, 2, 4)), (other, (3, 5))):
+            missing = [place for place in places if place not in caller.requests]
+            if missing:  # whoever is interrupted gets no request, and none is left
+                start(caller, session, *missing)
+            for _ in range(400):
+                if session.live:
+                    session.advance()
+            assert not session.live
+        check_tokens(caller, 0, 2, 3, 4, 5)
+    assert caller.model.state_rows == {}
+    return strikes.seen
+
+
+STRUCK = [
+    pytest.param(family, 100, file, marks=pytest.mark.soak)
+    for family in CONFIGS
+    for file in ("", "request_table.py", "scheduler.py", "tabled.py", "advance_requests.py")
+]
+
+
+@pytest.mark.parametrize(("family", "strikes", "file"), [("sdar", 3, ""), ("sdar", 3, "request_table.py"), *STRUCK])
+def test_a_signal_anywhere_leaves_all_requests_their_tokens(
+    models: dict[str, CompiledModel], family: str, strikes: int, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of several requests, some of them generators: what a step did that was struck in its midst is done again, once."""
+    rng, options = random.Random(file), {**WAY, "gen_length": 8}
+    if family == "llada":
+        options |= {"block_length": 4, "steps": 4, "cache": "dual"}
+    own = {"cache": "prefix"} if family == "llada" else {"ahead": False}
+    asked = [
+        Asked(prompt_of(length, place), GenerationConfig(**options | (own if place % 3 == 2 else {})), place)
+        for place, length in enumerate([9, 5, 3, 12, 1, 7])
+    ]
+    caller = Caller(models[family], asked, monkeypatch)
+    events = interrupted(caller, 0, file)
+    for _ in range(strikes):
+        interrupted(caller, rng.randrange(1, events), file)
+    assert events > 20

@@ -19,6 +19,7 @@ from mosaic.models.parts import REQUESTS
 from mosaic.models.phase import Phase, shared_phase
 from mosaic.models.step import StepSize, bucket
 from mosaic.registrar.request_table import Reported
+from mosaic.runtime.interrupts import interrupts_held
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,15 +27,13 @@ if TYPE_CHECKING:
     from mosaic.decoding.rows import TableRow
     from mosaic.decoding.tabled import TabledRequest
     from mosaic.models.state import State
-    from mosaic.runtime.request_table import RequestTable
+    from mosaic.runtime.request_table import RequestTable, Served
     from mosaic.runtime.steps import StepRunner
 
 __all__ = ["DELAY_MS", "MOST_TOKENS", "Scheduler"]
 
 MOST_TOKENS: Final = 8192
-"""Tokens of a step that nobody needs to be larger."""
 DELAY_MS: Final = 50.0
-"""Longest step with prompts in it, as predicted, unless the step without them is longer."""
 SHARES: Final = 8
 """Rungs between a number of blocks and twice as many."""
 AHEAD: Final = 2
@@ -50,6 +49,10 @@ class Scheduler:
         The model.
     table
         Of the session.
+    most_tokens
+        Tokens of a step, unless one request alone needs more.
+    delay_ms
+        How long a step with prompts in it may take, as predicted, unless the step without them takes longer.
 
     Attributes
     ----------
@@ -57,16 +60,18 @@ class Scheduler:
         Steps that served nobody who was still live.
     """
 
-    def __init__(self, runner: StepRunner, table: RequestTable) -> None:
+    def __init__(self, runner: StepRunner, table: RequestTable, most_tokens: int, delay_ms: float) -> None:
         self._runner, self._table = runner, table
+        self._most_tokens, self._delay_ms = most_tokens, delay_ms
         self._requests: NDArray[Any] = np.full(len(table.columns), None, dtype=object)
-        self._live = np.zeros(len(table.columns), dtype=np.bool_)
+        self._live, self._told = np.zeros((2, len(table.columns)), dtype=np.bool_)
         self._waiting: deque[TabledRequest] = deque()
         self._least = self._block = (
             0  # of live requests: tokens of the largest step that cannot be cut, the smallest block
         )
         self._rows = 0
         self._phases = Counter[Phase]()
+        self._served: ServedSteps | None = None
         self.in_vain = 0
 
     @property
@@ -108,6 +113,7 @@ class Scheduler:
             self._waiting.append(request)
         else:
             self._requests[request.place], self._live[request.place] = request, True
+            self._told[request.place] = request.told
 
     def forget(self, request: TabledRequest) -> None:
         """Let go of a request; it has its row still, or waits for one."""
@@ -121,37 +127,48 @@ class Scheduler:
         self._phases += Counter()  # leaves out those of nobody
 
     def step(self) -> ServedSteps:
-        """Run a step; on a device, launch the one after it before its outcome is waited for."""
-        table, most = self._table, AHEAD if self._runner.asynchronous else 1
-        while True:
+        """Run a step; on a device, launch the one after it before its outcome is waited for.
+
+        Its outcome is returned again until it is `taken`: whoever is interrupted loses none.
+        """
+        table = self._table
+        while self._served is None:
+            most = AHEAD if self._runner.asynchronous and table.is_sure else 1
             while table.in_flight < most and self.live and not (table.in_flight and self._waiting):
                 self._launch()
-            served = table.read()
-            numbers = served.report[:, Reported.ROW]
-            places = self._live[numbers].nonzero()[0]
-            if len(places):
-                return ServedSteps(served, places, self._requests[numbers[places]].tolist())
-            self.in_vain += 1
+            table.wait()
+            with interrupts_held():
+                self._served = self._of_live(table.read())
+        return self._served
 
-    def drain(self) -> None:
-        """Read what was launched, for nobody."""
-        while self._table.in_flight:
-            self._table.read()
+    def taken(self) -> None:
+        """Take note that the session has the outcome of the last step."""
+        self._served = None
+
+    def _of_live(self, served: Served) -> ServedSteps | None:
+        """What a step did for live requests, if it served any."""
+        numbers = served.report[:, Reported.ROW]
+        places = self._live[numbers].nonzero()[0]
+        if not len(places):
             self.in_vain += 1
+            return None
+        told = self._told[numbers[places]]
+        return ServedSteps(served, places, self._requests[numbers[places]].tolist(), told)
 
     def _launch(self) -> None:
-        while self._waiting and (not self._table.is_full or self._grow()):
-            request = self._waiting.popleft()
-            request.enter()
-            self._placed(request)
+        with interrupts_held():
+            while self._waiting and (not self._table.is_full or self._grow()):
+                request = self._waiting.popleft()
+                request.enter()
+                self._placed(request)
         columns = self._table.columns
         asked = wanted(columns)
         length = asked.end - asked.begin
         decides, fills = asked.running & ~asked.fills, asked.running & asked.fills
         deciding, prompts = int(length[decides].sum()), int(length[fills].sum())
         rows = min(max(int(asked.rows[decides].sum()), self._rows), deciding or self._rows)
-        least = max(self._least, min(deciding, MOST_TOKENS))
-        most = min(deciding + prompts, max(least, MOST_TOKENS))
+        least = max(self._least, min(deciding, self._most_tokens))
+        most = min(deciding + prompts, max(least, self._most_tokens))
         phase = shared_phase(self._phases)
         blocks = self._room(phase, least, most, rows, several=deciding > 0 and prompts > 0)
         self._table.launch(phase, blocks, self._block, rows)
@@ -164,18 +181,20 @@ class Scheduler:
             return False
         more = len(table.columns) - len(self._live)
         self._requests = np.concatenate([self._requests, np.full(more, None, dtype=object)])
-        self._live = np.concatenate([self._live, np.zeros(more, dtype=np.bool_)])
+        self._live, self._told = (
+            np.concatenate([flags, np.zeros(more, dtype=np.bool_)]) for flags in (self._live, self._told)
+        )
         return True
 
     def _room(self, phase: Phase, least: int, most: int, rows: int, *, several: bool) -> int:
         """The blocks of the next step: as many as are asked for, fit, and delay nobody too long."""
         block, table = self._block, self._table
         fewest, blocks = _rung(self._least, block), _rung(most, block)
-        while blocks > fewest and not self._runner.admits([table.size(phase, blocks, block, rows)], more={}):
+        while blocks > fewest and not table.fits(phase, blocks, block, rows):
             blocks = max(_below(blocks), fewest)
         if several:
             own = _rung(least, block)
-            limit = max(DELAY_MS, table.predicted_ms(phase, min(own, blocks), block, rows))
+            limit = max(self._delay_ms, table.predicted_ms(phase, min(own, blocks), block, rows))
             while blocks > own and table.predicted_ms(phase, blocks, block, rows) > limit:
                 blocks = max(_below(blocks), own)
         return blocks

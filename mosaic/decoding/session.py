@@ -26,7 +26,7 @@ from mosaic.decoding.crews import Crews
 from mosaic.decoding.live import LiveRequest, Submission
 from mosaic.decoding.prompts import Prompt, check_prompt, is_integer, is_text, token_ids
 from mosaic.decoding.rows import TableRow, demand_of
-from mosaic.decoding.scheduler import Scheduler
+from mosaic.decoding.scheduler import DELAY_MS, MOST_TOKENS, Scheduler
 from mosaic.decoding.streaming import OnStep, Step, Steps, Streamer
 from mosaic.decoding.tabled import ServedSteps, TabledRequest
 from mosaic.decoding.tokenizer import Tokenizer
@@ -69,6 +69,15 @@ class Session(ClosesOnExit):
     ----------
     runner
         What runs the steps: a compiled model.
+    max_num_batched_tokens
+        Tokens of a step over requests of the table, prompts in chunks included, unless one request alone needs more.
+    max_delay_ms
+        How long a step with chunks of prompts may take, as its plan predicts, unless the step takes longer without them.
+
+    Raises
+    ------
+    UsageError
+        If an option cannot be.
 
     Examples
     --------
@@ -86,9 +95,17 @@ class Session(ClosesOnExit):
     (4, 4, 4)
     """
 
-    def __init__(self, runner: StepRunner) -> None:
+    def __init__(
+        self, runner: StepRunner, *, max_num_batched_tokens: int = MOST_TOKENS, max_delay_ms: float = DELAY_MS
+    ) -> None:
         if not hasattr(runner, "architecture"):
             raise UsageError(f"a session is of a compiled model, got {type(runner).__name__}.")
+        if not is_integer(max_num_batched_tokens) or max_num_batched_tokens < 1:
+            raise UsageError(
+                f"max_num_batched_tokens: expected a number of tokens, at least 1, got {max_num_batched_tokens!r}."
+            )
+        if isinstance(max_delay_ms, bool) or not isinstance(max_delay_ms, int | float) or not max_delay_ms >= 0:
+            raise UsageError(f"max_delay_ms: expected milliseconds, at least 0, got {max_delay_ms!r}.")
         self._runner = runner
         self._live: dict[LiveRequest, None] = {}
         self._given = WeakSet[LiveRequest]()  # live and ended requests
@@ -100,7 +117,9 @@ class Session(ClosesOnExit):
         with runner.exclusive():
             self._shared = runner.sharing()
             self._table: RequestTable | None = getattr(runner, "request_table", lambda: None)()
-        self._scheduler = None if self._table is None else Scheduler(runner, self._table)
+        self._scheduler = (
+            None if self._table is None else Scheduler(runner, self._table, max_num_batched_tokens, max_delay_ms)
+        )
         self._least: StepSize | None = None  # of the table's steps, as other sessions are told
         self._tabled_last = False
 
@@ -318,7 +337,9 @@ class Session(ClosesOnExit):
                             group, results, launched = self._crews.results()
                     if served is None and not group:
                         break
-                    if served is None and launched:  # the outcome is in: the step cannot run again
+                    if scheduler is not None and served is not None:
+                        scheduler.taken()
+                    elif launched:  # the outcome is in: the step cannot run again
                         self._crews.taken()
                     self._turns += 1
                     self._giving, self._tabled_last = True, tabled
@@ -343,7 +364,7 @@ class Session(ClosesOnExit):
 
     def _show(self, served: ServedSteps) -> None:
         """End the requests that a step has ended, and tell whoever wants to know; the first error is raised when all is done."""
-        raised = list[BaseException]()
+        raised, ends = list[BaseException](), served.ends
         for place in served.noted:
             request = served.requests[place]
             if request.generation is not None:  # a callback has cancelled it
@@ -351,7 +372,7 @@ class Session(ClosesOnExit):
             try:
                 with interrupts_held():
                     step = served[place] if request.told else None
-                    if served.ends(place):
+                    if ends[place]:
                         self._forget(request)
                         request.end()
                     if step is not None:

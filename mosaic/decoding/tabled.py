@@ -116,22 +116,27 @@ class ServedSteps(Sequence[Step]):
         By the session's table.
     places
         int64 [n], which of them are meant.
-    requests
-        Of these, the requests.
+    requests, told
+        Of these, the requests, and who wants to know of each step.
     """
 
-    def __init__(self, served: Served, places: NDArray[np.int64], requests: Sequence[TabledRequest]) -> None:
-        self._served, self._places, self.requests = served, places, requests
+    def __init__(
+        self, served: Served, places: NDArray[np.int64], requests: Sequence[TabledRequest], told: NDArray[np.bool_]
+    ) -> None:
+        self._served, self._places, self.requests, self._told = served, places, requests, told
         self._made: dict[int, Step] = {}
 
     @property
     def noted(self) -> list[int]:
         """Which of them have ended, or want to know of each of their steps."""
-        return [at for at, request in enumerate(self.requests) if request.told or self.ends(at)]
+        found: list[int] = (self._told | self.ends).nonzero()[0].tolist()
+        return found
 
-    def ends(self, at: int) -> bool:
-        """Whether a request has ended."""
-        return bool(self._served.report[self._places[at], Reported.END])
+    @property
+    def ends(self) -> NDArray[np.bool_]:
+        """Whether each has ended."""
+        found: NDArray[np.bool_] = self._served.report[self._places, Reported.END] != 0
+        return found
 
     def __len__(self) -> int:
         return len(self._places)

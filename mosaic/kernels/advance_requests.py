@@ -16,17 +16,9 @@ from mosaic.registrar.request_table import BY_BLOCKS, ENDED, EOS, LENGTH, STOPS,
 
 
 def bind(
-    *,
-    table: Tensor,
-    canvas: Tensor,
-    row: Tensor,
-    begin: Tensor,
-    cu_seqlens: Tensor,
-    cu_rows: Tensor,
-    committed: Tensor,
-    report: Tensor,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, table: Tensor, canvas: Tensor, row: Tensor, begin: Tensor, cu_seqlens: Tensor, cu_rows: Tensor, committed:
+    Tensor, report: Tensor, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Update the table, and write the report."""
     columns, kept, taken, said = table.numpy(), canvas.numpy(), committed.numpy(), report.numpy()
     requests, begins, tokens, rows = (each.numpy() for each in (row, begin, cu_seqlens, cu_rows))

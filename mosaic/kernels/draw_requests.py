@@ -15,18 +15,9 @@ from mosaic.registrar.request_table import Column
 
 
 def bind(
-    *,
-    table: Tensor,
-    row: Tensor,
-    cu_rows: Tensor,
-    decided_rows: Tensor,
-    keys: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    top_k: Tensor,
-    cuts: Tensor,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, table: Tensor, row: Tensor, cu_rows: Tensor, decided_rows: Tensor, keys: Tensor, temperature: Tensor, top_p:
+    Tensor, top_k: Tensor, cuts: Tensor, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Write all outputs."""
     columns, requests, bounds = table.numpy(), row.numpy(), cu_rows.numpy()
     rows, outputs = decided_rows.numpy(), [each.numpy() for each in (keys, temperature, top_p, top_k, cuts)]

@@ -19,18 +19,9 @@ from mosaic.registrar.request_table import Column
 
 
 def bind(
-    *,
-    table: Tensor,
-    room: Tensor,
-    row: Tensor,
-    begin: Tensor,
-    seen: Tensor,
-    cu_seqlens: Tensor,
-    cu_rows: Tensor,
-    cu_extents: Tensor,
-    sequences: int = 0,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, table: Tensor, room: Tensor, row: Tensor, begin: Tensor, seen: Tensor, cu_seqlens: Tensor, cu_rows: Tensor,
+    cu_extents: Tensor, sequences: int = 0, scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
     """Update SERVED in the table, and write all outputs."""
     table_SC, given, bounds = table.numpy(), room.numpy(), (cu_seqlens, cu_rows, cu_extents)
     of_windows, ends = (row.numpy(), begin.numpy(), seen.numpy()), [each.numpy() for each in bounds]

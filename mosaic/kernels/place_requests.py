@@ -16,27 +16,11 @@ from mosaic.registrar.request_table import Column
 
 
 def bind(
-    *,
-    table: Tensor,
-    canvas: Tensor,
-    held_extents: Tensor,
-    row: Tensor,
-    begin: Tensor,
-    cu_seqlens: Tensor,
-    cu_rows: Tensor,
-    cu_extents: Tensor,
-    positions: Tensor,
-    token_rows: Tensor,
-    rows: Tensor,
-    decided_rows: Tensor,
-    extents: Tensor,
-    quota: Tensor,
-    threshold: Tensor,
-    tokens: int = 0,
-    most: int = 0,
-    count: int = 0,
-    scratch: Tensor | None = None,
-) -> Run:
+    *, table: Tensor, canvas: Tensor, held_extents: Tensor, row: Tensor, begin: Tensor, cu_seqlens: Tensor, cu_rows:
+    Tensor, cu_extents: Tensor, positions: Tensor, token_rows: Tensor, rows: Tensor, decided_rows: Tensor, extents:
+    Tensor, quota: Tensor, threshold: Tensor, tokens: int = 0, most: int = 0, count: int = 0, scratch: Tensor | None =
+    None,
+) -> Run:  # fmt: skip
     """Write all outputs."""
     columns, kept, held = table.numpy(), canvas.numpy(), held_extents.numpy()
     requests, begins, bounds = row.numpy(), begin.numpy(), [each.numpy() for each in (cu_seqlens, cu_rows, cu_extents)]

@@ -365,11 +365,12 @@ class CompiledModel(Face):
 
         return generate(self, prompts, config, streamer=streamer, on_step=on_step, **options)
 
-    def session(self) -> Session:
-        """Open a session: requests that come and go, advanced by steps that they share; see `mosaic.decoding.Session`."""
+    def session(self, **options: Any) -> Session:
+        """Open a session: requests that come and go, advanced by steps that they share. `options` as for
+        `mosaic.decoding.Session`."""
         from mosaic.decoding import Session
 
-        return Session(self)
+        return Session(self, **options)
 
     # --- looking and leaving --------------------------------------------------------------------------------------
 

@@ -239,8 +239,7 @@ class Engine:
         """
         if self.unsettled is not None:
             self.settle()
-        if self._on_cuda:
-            self._graphs.begin()
+        self._graphs.begin()
         return self._run(step, config) if step.size.bucketed is None else self._run_two(step, config)
 
     def prepare(self, step: PackedStep) -> None:

@@ -23,6 +23,7 @@ from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import COLUMNS, RUNNING, Column, Reported
 from mosaic.runtime.host_copy import HostCopy
 from mosaic.runtime.host_inputs import Numbers
+from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.packing import PackedStep
 from mosaic.runtime.recent import Recent
 
@@ -111,12 +112,16 @@ class RequestTable:
         self.tokens, self.confidence = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
         self._free: list[int] = [*range(ROWS - 1, -1, -1)]  # the last is the next one
         self._leaving: deque[tuple[int, int]] = deque()  # rows, and the step before which they are not free
-        self._unsent: dict[int, list[tuple[State, int, NDArray[np.int64]]]] = {}  # by row, -1: of them all
+        self._whole = False  # whether all rows of the table are unsent
+        self._unsent: dict[int, list[tuple[State, int, NDArray[np.int64]]]] = {}  # by row of the table: rows of others
         self._sides = [HostCopy(), HostCopy()]
         self._launched: deque[tuple[Arriving, Plan, float]] = deque()
         self._steps: Recent[Hashable, _TableStep] = Recent(KEPT_STEPS)
         self._predicted: Recent[Hashable, float] = Recent(KEPT_STEPS)
+        self._fitting: Recent[Hashable, bool] = Recent(KEPT_STEPS)
         self._count = self._read = 0
+        self.is_sure = True
+        """Whether every step that was begun was also recorded: one that was interrupted may have moved the table on."""
 
     @property
     def first(self) -> int:
@@ -147,7 +152,7 @@ class RequestTable:
         """Take the session's rows; nobody's, until requests enter."""
         if not self.is_open:
             self._own.reserve(len(self.columns))
-            self._unsent[-1] = [(REQUESTS, self.first, self.columns.copy())]
+            self._whole = True
 
     @property
     def is_full(self) -> bool:
@@ -160,7 +165,6 @@ class RequestTable:
         if self._launched or 2 * rows > MOST_ROWS:
             return False
         self._own.close()
-        self._unsent = {row: [one for one in sent if one[0] is not REQUESTS] for row, sent in self._unsent.items()}
         self.columns = np.concatenate([self.columns, np.zeros_like(self.columns)])
         self.steps = np.concatenate([self.steps, np.zeros_like(self.steps)])
         self._free = [*range(2 * rows - 1, rows - 1, -1), *self._free]
@@ -196,15 +200,13 @@ class RequestTable:
             self.confidence = np.concatenate([self.confidence, np.zeros(more, dtype=np.float32)])
         self.tokens[at : at + len(tokens)] = tokens
         self.confidence[at : at + len(tokens)] = tokens != OPEN
-        self._unsent[number] = [
-            (CANVAS, at, tokens), (HELD_EXTENTS, held, np.array(keys.extents)), (REQUESTS, self.first + number, row[None])
-        ]  # fmt: skip
+        self._unsent[number] = [(CANVAS, at, tokens), (HELD_EXTENTS, held, np.array(keys.extents))]
         return number
 
     def leave(self, number: int) -> None:
         """Let no further step serve a request; its row is free when the steps that were launched have been read."""
         self.columns[number] = 0
-        self._unsent[number] = [(REQUESTS, self.first + number, self.columns[number : number + 1].copy())]
+        self._unsent[number] = []  # others may have its rows of other states
         self._leaving.append((number, self._count))
         self._free_rows()
 
@@ -235,6 +237,16 @@ class RequestTable:
             extents=max(states.get(HELD_EXTENTS, 0), 1), states={**states, KV: max(states.get(KV, 0), owned)},
         )  # fmt: skip
 
+    def fits(self, phase: Phase, blocks: int, block: int, rows: int) -> bool:
+        """Return whether such a step fits the budget now; found once, until rows of states change hands."""
+        key = phase, blocks, block, rows, self._engine.changes
+
+        def fit() -> bool:
+            size = self.size(phase, blocks, block, rows)
+            return self._engine.plans.fits(self._engine.scattered([size]), self._engine.states)
+
+        return self._fitting.find(key, fit)
+
     def predicted_ms(self, phase: Phase, blocks: int, block: int, rows: int) -> float:
         """Return how long the plan of such a step says that it takes; found once, whatever the states hold."""
         key = phase, blocks, block, rows
@@ -245,39 +257,57 @@ class RequestTable:
         return self._predicted.find(key, predict)
 
     def launch(self, phase: Phase, blocks: int, block: int, rows: int) -> None:
-        """Launch a step of this size, for whoever it has room for."""
+        """Launch a step of this size, for whoever it has room for. After one that was interrupted, every step has been read."""
         started = perf_counter()
+        if not self.is_sure:
+            self._undo()
+        self.is_sure = False
         key = phase, blocks, block, rows, self._engine.changes
         ran = self._engine.run(self._steps.find(key, lambda: self._step(self.size(phase, blocks, block, rows))))
-        arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS])
-        self._sides.reverse()
-        self._launched.append((arriving, ran.plan, started))
-        self._count += 1
+        with interrupts_held():
+            arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS])
+            self._sides.reverse()
+            self._launched.append((arriving, ran.plan, started))
+            self._count += 1
+            self.is_sure = True
+
+    def _undo(self) -> None:
+        """Have the next step begin with the table and the canvases that the host knows."""
+        self._whole = True
+        for number in (self.columns[:, Column.STATE] == RUNNING).nonzero()[0].tolist():
+            at, length = self.columns[number, [Column.CANVAS, Column.LENGTH]].tolist()
+            self._unsent.setdefault(number, []).append((CANVAS, at, self.tokens[at : at + length]))
 
     def _step(self, size: StepSize) -> _TableStep:
         room = self.first, len(self.columns), size.tokens, size.rows, size.extents
         return _TableStep(size=size, inputs={"room": Numbers(room, "int64", 5)}, table=self)
 
     def send(self) -> None:
-        """Write what has entered and left. What has left already writes its own row alone: others may have its other rows."""
-        for state, row, values in chain.from_iterable(self._unsent.values()):
+        """Write what has entered and left."""
+        rows = [(0, self.columns)] if self._whole else [(row, self.columns[row : row + 1]) for row in self._unsent]
+        of_table = [(REQUESTS, self.first + row, values) for row, values in rows]
+        for state, row, values in chain(of_table, *self._unsent.values()):
             width = values.shape[1] if values.ndim > 1 else 1
             there = self._engine.workspace.view(f"state/{state.name}", row * width * 8, values.shape, "int64")
             given = torch.from_numpy(values)
             there.copy_(given.pin_memory() if there.is_cuda else given, non_blocking=True)
         self._unsent.clear()
+        self._whole = False
 
-    def read(self) -> Served:
-        """Wait for the first step that was launched, and take what it reports.
+    def wait(self) -> None:
+        """Wait for the first step that was launched and not read.
 
         Raises
         ------
         DeviceLost
             If the device stopped meanwhile.
         """
-        arriving, plan, started = self._launched[0]
+        self._launched[0][0].wait()
+
+    def read(self) -> Served:
+        """Take what the first step that was launched reports; the caller has waited for it, and holds signals back."""
+        arriving, plan, started = self._launched.popleft()
         report, *of_rows = (tensor.numpy() for tensor in arriving.wait())
-        del self._launched[0]
         self._read += 1
         report = report[report[:, Reported.ROW] >= 0].copy()
         report[:, Reported.ROW] -= self.first

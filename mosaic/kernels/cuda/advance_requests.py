@@ -42,8 +42,8 @@ FAR = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def advance_requests_kernel(
-    table, canvas, row, begin, cu_seqlens, cu_rows, committed, report, AT_ONCE: tl.constexpr, LINE: tl.constexpr
-):
+    table, canvas, row, begin, cu_seqlens, cu_rows, committed, report, AT_ONCE: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
     window = tl.program_id(0)
     request = tl.load(row + window)
     said, column = report + window * W, tl.arange(0, LINE)
@@ -123,17 +123,9 @@ def keep(line, said, place: tl.constexpr, value):
 
 
 def launch(
-    *,
-    table: Tensor,
-    canvas: Tensor,
-    row: Tensor,
-    begin: Tensor,
-    cu_seqlens: Tensor,
-    cu_rows: Tensor,
-    committed: Tensor,
-    report: Tensor,
-    scratch: Tensor | None = None,
-) -> None:
+    *, table: Tensor, canvas: Tensor, row: Tensor, begin: Tensor, cu_seqlens: Tensor, cu_rows: Tensor, committed:
+    Tensor, report: Tensor, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Update the table, and write the report."""
     advance_requests_kernel[(row.shape[0],)](
         table, canvas, row, begin, cu_seqlens, cu_rows, committed, report, AT_ONCE=AT_ONCE, LINE=16, num_warps=2

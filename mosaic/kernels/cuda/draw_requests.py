@@ -20,8 +20,8 @@ TEMPERATURE, TOP_P = tl.constexpr(int(Column.TEMPERATURE)), tl.constexpr(int(Col
 
 @triton.jit(do_not_specialize=["sequences", "most"])
 def draw_requests_kernel(
-    table, row, cu_rows, decided_rows, keys, temperature, top_p, top_k, cuts, sequences, most, AT_ONCE: tl.constexpr
-):
+    table, row, cu_rows, decided_rows, keys, temperature, top_p, top_k, cuts, sequences, most, AT_ONCE: tl.constexpr,
+):  # fmt: skip
     window = tl.program_id(0)
     inside = window < sequences
     request = tl.load(row + window, mask=inside, other=-1)
@@ -47,18 +47,9 @@ def draw_requests_kernel(
 
 
 def launch(
-    *,
-    table: Tensor,
-    row: Tensor,
-    cu_rows: Tensor,
-    decided_rows: Tensor,
-    keys: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    top_k: Tensor,
-    cuts: Tensor,
-    scratch: Tensor | None = None,
-) -> None:
+    *, table: Tensor, row: Tensor, cu_rows: Tensor, decided_rows: Tensor, keys: Tensor, temperature: Tensor, top_p:
+    Tensor, top_k: Tensor, cuts: Tensor, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write all outputs."""
     sequences = row.shape[0]
     draw_requests_kernel[(sequences + 1,)](

@@ -20,21 +20,9 @@ AT_ONCE: Final = 2048
 
 @triton.jit(do_not_specialize=["sequences"])
 def pack_requests_kernel(
-    table,
-    room,
-    row,
-    begin,
-    seen,
-    cu_seqlens,
-    cu_rows,
-    cu_extents,
-    sequences,
-    PATIENCE: tl.constexpr,
-    KEPT_SHARE: tl.constexpr,
-    LANES: tl.constexpr,
-    COMPARED: tl.constexpr,
-    WINDOWS: tl.constexpr,
-):
+    table, room, row, begin, seen, cu_seqlens, cu_rows, cu_extents, sequences, PATIENCE: tl.constexpr, KEPT_SHARE:
+    tl.constexpr, LANES: tl.constexpr, COMPARED: tl.constexpr, WINDOWS: tl.constexpr,
+):  # fmt: skip
     first, count, tokens = tl.load(room), tl.load(room + 1), tl.load(room + 2)
     rows, extents = tl.load(room + 3), tl.load(room + 4)
     lane = tl.arange(0, LANES)
@@ -115,18 +103,9 @@ def zero_of(bound):
 
 
 def launch(
-    *,
-    table: Tensor,
-    room: Tensor,
-    row: Tensor,
-    begin: Tensor,
-    seen: Tensor,
-    cu_seqlens: Tensor,
-    cu_rows: Tensor,
-    cu_extents: Tensor,
-    sequences: int = 0,
-    scratch: Tensor | None = None,
-) -> None:
+    *, table: Tensor, room: Tensor, row: Tensor, begin: Tensor, seen: Tensor, cu_seqlens: Tensor, cu_rows: Tensor,
+    cu_extents: Tensor, sequences: int = 0, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
     """Update SERVED in the table, and write all outputs."""
     lanes = power_of_two(table.shape[0], MOST, 16)
     pack_requests_kernel[(1,)](

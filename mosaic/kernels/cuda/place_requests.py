@@ -19,27 +19,9 @@ NOTHING = tl.constexpr(OPEN)
 
 @triton.jit(do_not_specialize=["sequences", "tokens", "most", "count"])
 def place_requests_kernel(
-    table,
-    canvas,
-    held_extents,
-    row,
-    begin,
-    cu_seqlens,
-    cu_rows,
-    cu_extents,
-    positions,
-    token_rows,
-    rows,
-    decided_rows,
-    extents,
-    quota,
-    threshold,
-    sequences,
-    tokens,
-    most,
-    count,
-    AT_ONCE: tl.constexpr,
-):
+    table, canvas, held_extents, row, begin, cu_seqlens, cu_rows, cu_extents, positions, token_rows, rows, decided_rows,
+    extents, quota, threshold, sequences, tokens, most, count, AT_ONCE: tl.constexpr,
+):  # fmt: skip
     window = tl.program_id(0)
     lane = tl.arange(0, AT_ONCE)
     nothing = lane.to(tl.int64) * 0
@@ -83,27 +65,11 @@ def place_requests_kernel(
 
 
 def launch(
-    *,
-    table: Tensor,
-    canvas: Tensor,
-    held_extents: Tensor,
-    row: Tensor,
-    begin: Tensor,
-    cu_seqlens: Tensor,
-    cu_rows: Tensor,
-    cu_extents: Tensor,
-    positions: Tensor,
-    token_rows: Tensor,
-    rows: Tensor,
-    decided_rows: Tensor,
-    extents: Tensor,
-    quota: Tensor,
-    threshold: Tensor,
-    tokens: int = 0,
-    most: int = 0,
-    count: int = 0,
-    scratch: Tensor | None = None,
-) -> None:
+    *, table: Tensor, canvas: Tensor, held_extents: Tensor, row: Tensor, begin: Tensor, cu_seqlens: Tensor, cu_rows:
+    Tensor, cu_extents: Tensor, positions: Tensor, token_rows: Tensor, rows: Tensor, decided_rows: Tensor, extents:
+    Tensor, quota: Tensor, threshold: Tensor, tokens: int = 0, most: int = 0, count: int = 0, scratch: Tensor | None =
+    None,
+) -> None:  # fmt: skip
     """Write all outputs."""
     sequences = row.shape[0]
     place_requests_kernel[(sequences + 1,)](
