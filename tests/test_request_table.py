@@ -435,6 +435,26 @@ def test_a_table_grows_beside_anothers(models: dict[str, CompiledModel], monkeyp
     check_tokens(caller, *range(8))
 
 
+@pytest.mark.parametrize("length", [3, 60])
+def test_whoever_comes_later_goes_before_nobody_who_waits(
+    models: dict[str, CompiledModel], length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps have room for two blocks, and two requests of one step each come every time, into rows before that of one who waits."""
+    monkeypatch.setattr("mosaic.decoding.scheduler.MOST_TOKENS", 8)
+    caller = Caller(models["sdar"], asked_for([3, 3, length]), monkeypatch)
+    with caller.model.session() as session:
+        start(caller, session, 0, 1, 2)
+        session.cancel(caller.requests[0])
+        session.cancel(caller.requests[1])
+        for _ in range(16):
+            for _ in range(2):
+                session.submit(prompt_of(1), gen_length=3, steps=1)
+            session.advance()
+        assert caller.requests[2].steps > 3
+        finish(session)
+    check_tokens(caller, 2)
+
+
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
