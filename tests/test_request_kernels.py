@@ -190,7 +190,7 @@ def test_on_the_cpu(seed: int, kind: str) -> None:
 
 @triton_test
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_in_triton(seed: int, kind: str) -> None:
     case: Case = getattr(Requests(seed), kind)()
     expected = values(case.reference())

@@ -22,7 +22,7 @@ from torch import Tensor
 import mosaic
 from mosaic.decoding import Algorithm, GenerationConfig, LiveRequest, Session, Step, Submission, block_diffusion
 from mosaic.decoding.config import ALGORITHMS
-from mosaic.errors import UsageError
+from mosaic.errors import DoesNotFit, UsageError
 from mosaic.runtime.compiled import CompiledModel
 
 MASK = 63
@@ -433,6 +433,71 @@ def test_a_table_grows_beside_anothers(models: dict[str, CompiledModel], monkeyp
         for session in (third, other, one):
             finish(session)
     check_tokens(caller, *range(8))
+
+
+@pytest.mark.parametrize("length", [3, 60])
+def test_whoever_comes_later_goes_before_nobody_who_waits(
+    models: dict[str, CompiledModel], length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps have room for two blocks, and two requests of one step each come every time, into rows before that of one who waits."""
+    monkeypatch.setattr("mosaic.decoding.scheduler.MOST_TOKENS", 8)
+    caller = Caller(models["sdar"], asked_for([3, 3, length]), monkeypatch)
+    with caller.model.session() as session:
+        start(caller, session, 0, 1, 2)
+        session.cancel(caller.requests[0])
+        session.cancel(caller.requests[1])
+        for _ in range(16):
+            for _ in range(2):
+                session.submit(prompt_of(1), gen_length=3, steps=1)
+            session.advance()
+        assert caller.requests[2].steps > 3
+        finish(session)
+    check_tokens(caller, 2)
+
+
+# --- admission --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llada", "sdar"])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 20))])
+def test_what_is_admitted_never_fails_and_what_is_refused_changes_nothing(family: str, seed: int) -> None:
+    """In a budget for a few requests, of which each gets what it gets in a budget without limit."""
+    rng, options = random.Random(f"{family} {seed}"), {"gen_length": 16, "stop_at_eos": False}
+    if family == "llada":
+        options |= {"block_length": 8, "steps": 4, "cache": rng.choice(["dual", "prefix"])}
+    asked = [
+        Submission(prompt=prompt_of(length), config=GenerationConfig(**options), request_id=0)
+        for length in (3, 17, 60, 130, 200)
+    ]
+    alone: dict[int, list[int]] = {}
+    with mosaic.compile(CONFIGS[family], seed=3, host_budget=0) as model:
+        for one in asked:
+            (found,) = model.generate([one.prompt], one.config)
+            alone[len(one.prompt)] = found.token_ids.tolist()
+        with model.session() as session:
+            most, told = 0, session.submit_all([asked[rng.choice([2, 4])]])
+            while any(request.generation is None for request in told):
+                most = max(most, *(step.peak_bytes for step in session.advance()))
+    budget = most + 4096 * rng.choice([0, 1, 3])
+    admitted, refused = list[LiveRequest](), 0
+    with mosaic.compile(CONFIGS[family], seed=3, host_budget=0, budget=budget) as model, model.session() as session:
+        for _ in range(5 if seed == 0 else 12):
+            for one in rng.choices(asked, k=4):
+                before = session.live, model.state_rows, model.memory().committed
+                if session.admits(one):
+                    admitted += session.submit_all([one])
+                    continue
+                refused += 1
+                with pytest.raises(DoesNotFit):
+                    session.submit_all([one])
+                assert (session.live, model.state_rows, model.memory().committed) == before
+            session.advance(rng.randrange(1, 6))
+            assert sum(model.memory().committed.values()) <= budget
+        finish(session)
+    for request in admitted:
+        assert request.generation is not None
+        assert request.generation.token_ids.tolist() == alone[len(request.generation.prompt_ids)]
+    assert len(admitted) > 2 and refused > 2
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------

@@ -139,10 +139,11 @@ class GenerationConfig:
     stop_at_eos
         End at the first end-of-sequence token.
     ahead
-        Where tokens are while they are decoded (sdar, llada2); the answer is the same. None: on the device if possible. The
-        next step is launched before the outcome of the last one is read, if the schedule or the request's earlier steps leave
-        little doubt about it. True: it is launched whenever the block goes on by the mean of earlier steps, so more steps
-        are launched in vain. False: on the host.
+        Where tokens are while they are decoded (sdar, llada2); the answer is the same. None: on the device if possible, where a
+        session's table has the request if it can. If no table has it, the next step is launched before the outcome of the
+        last one is read, if the schedule or the request's earlier steps leave little doubt about it. True: no table, and the
+        next step is launched whenever the block goes on by the mean of earlier steps, so more steps are launched in vain.
+        False: on the host.
 
     Raises
     ------

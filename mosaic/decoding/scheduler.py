@@ -170,7 +170,7 @@ class Scheduler:
         least = max(self._least, min(deciding, self._most_tokens))
         most = min(deciding + prompts, max(least, self._most_tokens))
         phase = shared_phase(self._phases)
-        blocks = self._room(phase, least, most, rows, several=deciding > 0 and prompts > 0)
+        blocks, rows = self._room(phase, least, most, rows, several=deciding > 0 and prompts > 0)
         self._table.launch(phase, blocks, self._block, rows)
 
     def _grow(self) -> bool:
@@ -186,18 +186,20 @@ class Scheduler:
         )
         return True
 
-    def _room(self, phase: Phase, least: int, most: int, rows: int, *, several: bool) -> int:
-        """The blocks of the next step: as many as are asked for, fit, and delay nobody too long."""
+    def _room(self, phase: Phase, least: int, most: int, rows: int, *, several: bool) -> tuple[int, int]:
+        """Blocks and rows to decide of the next step: as many as are asked for, fit, and delay nobody too long."""
         block, table = self._block, self._table
         fewest, blocks = _rung(self._least, block), _rung(most, block)
         while blocks > fewest and not table.fits(phase, blocks, block, rows):
             blocks = max(_below(blocks), fewest)
+        if blocks <= fewest and not table.fits(phase, blocks, block, rows):
+            rows = min(rows, self._rows)  # of one request, as it was admitted
         if several:
             own = _rung(least, block)
             limit = max(self._delay_ms, table.predicted_ms(phase, min(own, blocks), block, rows))
             while blocks > own and table.predicted_ms(phase, blocks, block, rows) > limit:
                 blocks = max(_below(blocks), own)
-        return blocks
+        return blocks, rows
 
 
 def _rung(tokens: int, block: int) -> int:

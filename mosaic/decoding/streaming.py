@@ -98,6 +98,12 @@ class Steps(Sequence[Step]):
         """Append what further steps did."""
         self._parts.append(part)
 
+    def __add__(self, more: Sequence[Step]) -> Steps:
+        both = Steps()
+        both.add(self)
+        both.add(more)
+        return both
+
     def __len__(self) -> int:
         return sum(map(len, self._parts))
 

@@ -119,7 +119,7 @@ class RequestTable:
         self._steps: Recent[Hashable, _TableStep] = Recent(KEPT_STEPS)
         self._predicted: Recent[Hashable, float] = Recent(KEPT_STEPS)
         self._fitting: Recent[Hashable, bool] = Recent(KEPT_STEPS)
-        self._count = self._read = 0
+        self._count = self._read = self._entered = 0
         self.is_sure = True
         """Whether every step that was begun was also recorded: one that was interrupted may have moved the table on."""
 
@@ -192,7 +192,8 @@ class RequestTable:
         at, held = canvas.runs()[0][0], extents.runs()[0][0]
         row[Column.STATE], row[Column.CANVAS] = RUNNING, at
         row[Column.EXTENT], row[Column.EXTENTS] = held, len(keys.extents)
-        row[Column.SERVED] = self.columns[:, Column.SERVED].max()
+        row[Column.SERVED] = self.columns[:, Column.SERVED].max() + int(self._entered < self._count)
+        self._entered = self._count  # those who come between the same steps come in one turn
         self.columns[number], self.steps[number] = row, 0
         if len(self.tokens) < at + len(tokens):
             more = 2 * (at + len(tokens)) - len(self.tokens)
@@ -205,7 +206,7 @@ class RequestTable:
 
     def leave(self, number: int) -> None:
         """Let no further step serve a request; its row is free when the steps that were launched have been read."""
-        self.columns[number] = 0
+        self.columns[number, : Column.SERVED] = 0  # turns are counted on: nobody who comes later goes before who waits
         self._unsent[number] = []  # others may have its rows of other states
         self._leaving.append((number, self._count))
         self._free_rows()

@@ -64,6 +64,7 @@ class RowTable:
         self._taken = taken
         self._owned: list[OwnedRows] = []
         self._free: list[Span] = []
+        self._extents = 0
         self.rows = 0
         """Rows that the state needs."""
         self.changes = 0
@@ -101,7 +102,11 @@ class RowTable:
     def most_extents(self, owners: int) -> int:
         """Return an upper bound of extents after `owners` more owners have reserved once each: each reservation fills
         or cuts a hole, or adds rows at the end."""
-        return sum(len(owned.extents) for owned in self._owned) + len(self._free) + owners
+        return self._extents + len(self._free) + owners
+
+    def count_extents(self, more: int) -> None:
+        """Count the extents that an owner has more, or fewer."""
+        self._extents += more
 
     def take(self, owned: OwnedRows, count: int) -> list[Span]:
         """Hand out `count` rows, free ones first."""
@@ -248,4 +253,5 @@ class OwnedRows(ClosesOnExit):
         for first, last, (start, end) in held:
             found.append((start, end - start, self.length, first - start))
             self.length += last - first
+        self._table.count_extents(len(found) - len(self.extents))
         self.extents = tuple(found)

@@ -13,8 +13,9 @@ from mosaic.kernels.cuda.shared.requests import SERVED, C, wants
 from mosaic.registrar.operators.pack_requests import KEPT_SHARE, PATIENCE
 
 MOST: Final = 1024
-"""Requests that one program compares; more are refused where a session opens its table."""
-COMPARED: Final = 16
+"""Requests that one program compares; a session has no more."""
+AT_ONCE: Final = 2048
+"""Comparisons at once. With 16,384 of them a program of `MOST` requests compiles for minutes."""
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -106,8 +107,9 @@ def launch(
     cu_extents: Tensor, sequences: int = 0, scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Update SERVED in the table, and write all outputs."""
+    lanes = power_of_two(table.shape[0], MOST, 16)
     pack_requests_kernel[(1,)](
         table, room, row, begin, seen, cu_seqlens, cu_rows, cu_extents, row.shape[0],
-        PATIENCE=PATIENCE, KEPT_SHARE=KEPT_SHARE, LANES=power_of_two(table.shape[0], MOST, 16), COMPARED=COMPARED,
-        WINDOWS=64, num_warps=8,
+        PATIENCE=PATIENCE, KEPT_SHARE=KEPT_SHARE, LANES=lanes, COMPARED=min(lanes, AT_ONCE // lanes),
+        WINDOWS=64, num_warps=min(max(lanes // 32, 4), 16),
     )  # fmt: skip
