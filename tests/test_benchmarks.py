@@ -1019,6 +1019,7 @@ def test_flashinfers_steps_are_checked_in_every_layer_before_they_are_timed(
     """Two requests in lockstep: where all is read as it is stored, what is decided is what Mosaic's own kernel decides."""
     fake = FakeFlashInfer()
     monkeypatch.setitem(sys.modules, "flashinfer", fake)
+    monkeypatch.setattr(CompiledModel, "request_table", lambda self: None)  # as on a card
     monkeypatch.delattr(load_kernel("kv_attention").module, "bind")  # as on a card, launches are bound by nobody
     tiny = load({**block.with_block("sdar-8b", sparse.BLOCK, 3).config, **SMALL})
     case: dict[str, Any] = {"prefix": 64, "requests": 2, "steps": 2, "staggered": False}

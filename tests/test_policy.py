@@ -506,7 +506,7 @@ def test_an_algorithm_of_ones_own_runs_in_a_session_beside_shipped_ones(model: C
         other.generation is not None
         and alone.token_ids.tolist()[: len(other.generation.token_ids)] == other.generation.token_ids.tolist()
     )
-    assert {("kv", "summary"), ("summary",)} <= seen
+    assert {("canvas", "held_extents", "kv", "requests", "summary"), ("summary",)} <= seen
     finished = 0
     for request, (prompt, steps) in asked.items():
         assert request.generation is not None
