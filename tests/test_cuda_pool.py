@@ -69,6 +69,7 @@ class Instant(FakeDriver):
     def unmap(self, address: int, size: int) -> None: ...
 
 
+@pytest.mark.soak
 def test_giving_back_pages_that_came_one_by_one_takes_no_time() -> None:
     """9,246 pages, each a chunk, and then every other one of them: a search of all for each would take seconds."""
     pages, times = 9246, []

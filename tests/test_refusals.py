@@ -86,7 +86,7 @@ def refusal(model: str, card: str, form: str, short: float, new_process: Callabl
     verify(make(), request, found)
 
 
-@pytest.mark.parametrize("short", [0.0, 0.3])
+@pytest.mark.parametrize("short", [0.0, pytest.param(0.3, marks=pytest.mark.soak)])
 def test_a_refusal_of_sparse_attention_is_quick(short: float, new_process: Callable[[], None]) -> None:
     """It packed every way of streaming with the portfolio: 8 to 69 s."""
     refusal("sdar-1.7b", "rtx-3090", "mage", short, new_process)
