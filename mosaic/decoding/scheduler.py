@@ -8,8 +8,8 @@ blocks are not delayed beyond a bound.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -40,6 +40,14 @@ AHEAD: Final = 2
 """Steps that are launched before the first of them is read, on a device."""
 
 
+class _Kind(NamedTuple):
+    """What the size of a step has to know of a request: the kind of step, tokens of its largest one, and of a block."""
+
+    phase: Phase
+    tokens: int
+    block: int
+
+
 class Scheduler:
     """The requests of a session that are rows of a table, and their steps; the session holds the model.
 
@@ -66,11 +74,7 @@ class Scheduler:
         self._requests: NDArray[Any] = np.full(len(table.columns), None, dtype=object)
         self._live, self._told = np.zeros((2, len(table.columns)), dtype=np.bool_)
         self._waiting: deque[TabledRequest] = deque()
-        self._least = self._block = (
-            0  # of live requests: tokens of the largest step that cannot be cut, the smallest block
-        )
-        self._rows = 0
-        self._phases = Counter[Phase]()
+        self._kinds = Counter[_Kind]()
         self._served: ServedSteps | None = None
         self.in_vain = 0
 
@@ -86,26 +90,15 @@ class Scheduler:
 
     def size(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> StepSize | None:
         """Return the smallest step that serves any live request and these, beside `more` rows of states; None if there is none."""
-        found = [*rows]
-        least = max([row.most_tokens for row in found], default=0)
-        if not self.live and not found:
+        kinds = [*self._kinds, *map(_kind_of, rows)]
+        if not kinds:
             return None
-        block = min([row.block for row in found] + ([self._block] if self.live else []))
-        most = max([row.block for row in found], default=0)
-        if self.live:
-            least, most = max(least, self._least), max(most, self._rows)
-        phase = shared_phase([*self._phases, *(row.phase for row in found)])
-        return self._table.size(phase, _rung(least, block), block, most, more)
+        least, block, most = _needed(kinds)
+        return self._table.size(_phase(kinds), _rung(least, block), block, most, more)
 
     def add(self, request: TabledRequest) -> None:
         """Take a request that has begun."""
-        row = request.row
-        if not self.live:
-            self._least = self._rows = 0
-            self._block = row.block
-        self._least, self._rows = max(self._least, row.most_tokens), max(self._rows, row.block)
-        self._block = min(self._block, row.block)
-        self._phases[row.phase] += 1
+        self._kinds[_kind_of(request.row)] += 1
         self._placed(request)
 
     def _placed(self, request: TabledRequest) -> None:
@@ -123,8 +116,8 @@ class Scheduler:
             self._requests[request.place], self._live[request.place] = None, False
         else:
             return
-        self._phases[request.row.phase] -= 1
-        self._phases += Counter()  # leaves out those of nobody
+        self._kinds[_kind_of(request.row)] -= 1
+        self._kinds += Counter()  # leaves out those of nobody
 
     def step(self) -> ServedSteps:
         """Run a step; on a device, launch the one after it before its outcome is waited for.
@@ -166,18 +159,19 @@ class Scheduler:
         length = asked.end - asked.begin
         decides, fills = asked.running & ~asked.fills, asked.running & asked.fills
         deciding, prompts = int(length[decides].sum()), int(length[fills].sum())
-        rows = min(max(int(asked.rows[decides].sum()), self._rows), deciding or self._rows)
-        least = max(self._least, min(deciding, self._most_tokens))
+        needed, block, own_rows = _needed(self._kinds)
+        rows = min(max(int(asked.rows[decides].sum()), own_rows), deciding or own_rows)
+        least = max(needed, min(deciding, self._most_tokens))
         most = min(deciding + prompts, max(least, self._most_tokens))
-        phase = shared_phase(self._phases)
+        phase = _phase(self._kinds)
         blocks, rows = self._room(phase, least, most, rows, several=deciding > 0 and prompts > 0)
-        self._table.launch(phase, blocks, self._block, rows)
+        self._table.launch(phase, blocks, block, rows)
 
     def _grow(self) -> bool:
         """Make the table larger for those who wait, if the smallest step fits beside it then."""
         table = self._table
-        size = table.size(shared_phase(self._phases), _rung(self._least, self._block), self._block, self._rows)
-        if not self._runner.admits([size], more={REQUESTS: 3 * len(table.columns)}) or not table.grow():
+        size = self.size((), {})
+        if size is None or not self._runner.admits([size], more={REQUESTS: 3 * len(table.columns)}) or not table.grow():
             return False
         more = len(table.columns) - len(self._live)
         self._requests = np.concatenate([self._requests, np.full(more, None, dtype=object)])
@@ -188,18 +182,33 @@ class Scheduler:
 
     def _room(self, phase: Phase, least: int, most: int, rows: int, *, several: bool) -> tuple[int, int]:
         """Blocks and rows to decide of the next step: as many as are asked for, fit, and delay nobody too long."""
-        block, table = self._block, self._table
-        fewest, blocks = _rung(self._least, block), _rung(most, block)
+        table, (needed, block, own_rows) = self._table, _needed(self._kinds)
+        fewest, blocks = _rung(needed, block), _rung(most, block)
         while blocks > fewest and not table.fits(phase, blocks, block, rows):
             blocks = max(_below(blocks), fewest)
         if blocks <= fewest and not table.fits(phase, blocks, block, rows):
-            rows = min(rows, self._rows)  # of one request, as it was admitted
+            rows = min(rows, own_rows)  # of one request, as it was admitted
         if several:
             own = _rung(least, block)
             limit = max(self._delay_ms, table.predicted_ms(phase, min(own, blocks), block, rows))
             while blocks > own and table.predicted_ms(phase, blocks, block, rows) > limit:
                 blocks = max(_below(blocks), own)
         return blocks, rows
+
+
+def _kind_of(row: TableRow) -> _Kind:
+    return _Kind(row.phase, row.most_tokens, row.block)
+
+
+def _needed(kinds: Collection[_Kind]) -> tuple[int, int, int]:
+    """Tokens of the largest step that cannot be cut, the smallest block, and the rows that one request decides at most."""
+    blocks = [kind.block for kind in kinds]
+    return max([kind.tokens for kind in kinds]), min(blocks), max(blocks)
+
+
+def _phase(kinds: Collection[_Kind]) -> Phase:
+    """The kind of step that serves all."""
+    return shared_phase([kind.phase for kind in kinds])
 
 
 def _rung(tokens: int, block: int) -> int:

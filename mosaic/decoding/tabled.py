@@ -42,10 +42,8 @@ class TabledRequest(LiveRequest):
         decode: Callable[[list[int]], str] | None,
     ) -> None:  # fmt: skip
         super().__init__(number, submission, canvas, (), decode)
-        self.row, self.place = row, None
-        self._table = table
-
-    place: int | None
+        self.row, self._table = row, table
+        self.place: int | None = None
 
     @property
     def steps(self) -> int:
@@ -70,12 +68,11 @@ class TabledRequest(LiveRequest):
             self.end("failed")
             raise
 
-    def enter(self) -> bool:
+    def enter(self) -> None:
         """Take a row of the table, if one is free."""
         canvas = self._canvas
         of_states = [cast("OwnedRows", canvas.rows_of(state)) for state in (CANVAS, HELD_EXTENTS, KV)]
         self.place = self._table.enter(*columns_of(self.row, canvas), *of_states)
-        return self.place is not None
 
     def look(self) -> None:
         """Bring canvas and number of steps up to date."""
