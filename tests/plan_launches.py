@@ -52,7 +52,7 @@ LAUNCHES = [
     Launch("embedding", "ids:l6 table:f9,4", "y:f6,4", moved="ids y y", loose="table", host="table", sliced="ids y"),
     Launch("evict_tokens",
            "before:f2,3,4 after:f2,3,4 listed:i2,4 first:i2 progress:i2 status:u6 positions:i6 cu_seqlens:i3 decoded:i2 owner:l2 "
-           "state:f5,2 ranks:f2,4", "rows:l6 bounds:i3 total:l1 seen:i2 state",
+           "state:f5,4 ranks:f2,4", "rows:l6 bounds:i3 total:l1 seen:i2 state",
            attrs={"alpha": 1.5, "history": "ema", "threshold": "mean", "placeholders": "masked", "weight": 0.25, "keep": 4,
                   "rank": "bottom"},
            moved="before after listed first progress status positions cu_seqlens decoded owner ranks rows bounds total seen "
@@ -137,7 +137,7 @@ LAUNCHES = [
     Launch("replace_rows", "y:f6 x:f6 chosen:u6", "y", sliced="y x chosen"),
     Launch("resume_rows", "chosen:l6 bounds:i3 positions:i6 rows:l5 cu_rows:i3",
            "kept:l4 kept_positions:i4 cu_seqlens:i3 decided:l2 asked:l2 cu_decided:i3 place:i5 count:i1",
-           attrs={"size": 4, "most": 2}, optional="size most"),
+           attrs={"size": 4, "most": 2, "partly": True}, optional="size most partly"),
     Launch("rms_norm", "x:f6,4 weight:f4", "y:f6,4", 4 * 6 * 4, {"eps": 1e-6}, free="weight", inplace="y/x", sliced="x y"),
     Launch("rotary", "x:f6,8 positions:i6 inv_freq:f3,2 sequences:i6", "x", 6 * 6 * 8, {"head_size": 4, "factor": 1.0},
            free="x positions inv_freq", any_rank="inv_freq", optional="sequences factor", sliced="x positions sequences"),

@@ -207,6 +207,7 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
         "count": empty(1, dtype=torch.int32)
     }
     yield "resume_rows", {**bounds, **numbers, **of_kept}
+    yield "resume_rows", {**bounds, **numbers, **of_kept, "partly": True}
     block = {"first": empty(64, dtype=torch.int32), "listed": empty(64, 32, dtype=torch.int32)}
     batch = {name: empty(65, dtype=torch.int32) for name in ("cu_extents", "cu_seqlens")}
     of_batch = {**block, **batch, "kv": kv, "extents": where["extents"], "votes": empty(rows, dtype=torch.uint8)}
@@ -217,7 +218,7 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     per_sequence = {name: empty(64, dtype=torch.int32) for name in ("progress", "decoded", "seen")}
     of_rows = {"status": of_batch["votes"], "positions": numbers["positions"], "rows": some}
     found = {"bounds": batch["cu_seqlens"], "total": empty(1, dtype=index), "cu_seqlens": batch["cu_seqlens"]}
-    of_requests = {"owner": empty(64, dtype=index), "state": empty(64, 2, dtype=wide)}
+    of_requests = {"owner": empty(64, dtype=index), "state": empty(64, 4, dtype=wide)}
     for history, threshold, which, rank in (
         ("cumulative", "deviation", "masked", "bottom"), ("block", "mean", "unprocessed", "importance"),
     ):  # fmt: skip

@@ -124,7 +124,7 @@ _NOTATION: Final = {
     ),
     "evict_tokens": _Operator(
         "before:float32=B,K,P after:float32=B,K,P listed:int32=B,P first:int32=B progress:int32=B status:uint8=T "
-        "positions:int32=T cu_seqlens:int32=B+1 decoded:int32=B owner:int64=B state:float32=E,2 ranks?:float32=B,P rows:int64=T "
+        "positions:int32=T cu_seqlens:int32=B+1 decoded:int32=B owner:int64=B state:float32=E,4 ranks?:float32=B,P rows:int64=T "
         "bounds:int32=B+1 total:int64=1 seen:int32=B",
         "before after listed first progress status positions cu_seqlens decoded owner state ranks?", "rows bounds total seen state",
         "alpha:x history:s threshold:s placeholders:s weight?:x keep?:n rank?:s", whole="B K P T E",
@@ -272,7 +272,7 @@ _NOTATION: Final = {
         "chosen:int64=S bounds:int32=B+1 positions:int32=T rows:int64=M cu_rows:int32=B+1 kept:int64=size "
         "kept_positions:int32=size cu_seqlens:int32=B+1 decided:int64=most asked:int64=most cu_decided:int32=B+1 "
         "place:int32=M count:int32=1", "chosen bounds positions rows cu_rows",
-        "kept kept_positions cu_seqlens decided asked cu_decided place count", "size?:n most?:n", whole="S B T M size most",
+        "kept kept_positions cu_seqlens decided asked cu_decided place count", "size?:n most?:n partly?:b", whole="S B T M size most",
         rules=(("at most", "size", "S"),),
     ),
     "rms_norm": _Operator("x:a=*T,D weight=D y:a=*T,D", "x weight", "y", "eps:x", "4*T*D", inplace="y/x"),
