@@ -201,6 +201,15 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
         "advance_requests",
         {**table, **packed, "canvas": some, "committed": cuts, "report": empty(64, WIDTH, dtype=index)},
     )
+    history, each = {"state": empty(64, 4, dtype=wide), "own": 23, "processed": 0}, dict.fromkeys(("first", "progress"), sequences)
+    each |= {"decoded": sequences, "owner": packed["row"], "listed": empty(64, 32, dtype=torch.int32)}
+    of_tokens = {"positions": placed["positions"], "votes": cuts, "status": cuts, "reach": "block"}
+    asked = {**table, **history, "row": packed["row"], "cu_seqlens": bounds["cu_seqlens"]}
+    for importance, first_step, counts in (("block", "evicts", "cumulative"), ("masked", "prefill", "block")):
+        kinds = {"importance": importance, "first_step": first_step, "history": counts}
+        yield "focus_requests", {**asked, **each, **of_tokens, **kinds, "canvas": some}
+    noted = {"cu_rows": bounds["cu_rows"], "seen": sequences, "committed": cuts, "first_step": "prefill"}
+    yield "note_focus", {**asked, **noted}
     bounds = {name: empty(5, dtype=torch.int32) for name in ("bounds", "cu_rows", "cu_seqlens", "cu_decided")}
     numbers = {name: empty(rows, dtype=torch.int32) for name in ("positions", "kept_positions", "place")}
     of_kept = dict.fromkeys(("chosen", "kept", "rows", "decided", "asked"), some) | {

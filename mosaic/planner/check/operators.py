@@ -130,6 +130,13 @@ _NOTATION: Final = {
         "alpha:x history:s threshold:s placeholders:s weight?:x keep?:n rank?:s", whole="B K P T E",
         moved="before after listed first progress status positions cu_seqlens decoded owner ranks rows bounds total seen state=B,2",
     ),
+    "focus_requests": _Operator(
+        f"{_TABLE} canvas:int64=R state:float32=E,4 row:int64=B cu_seqlens:int32=B+1 positions:int32=T first:int32=B "
+        "listed:int32=B,block votes:uint8=T status:uint8=T progress:int32=B decoded:int32=B owner:int64=B",
+        "table canvas state row cu_seqlens positions", "first listed votes status progress decoded owner state",
+        "own:n block:n processed:n importance:s first_step:s reach:s history:s", whole="S R E B T",
+        moved="table canvas=B,block state=2,B row cu_seqlens positions first listed votes status progress decoded owner",
+    ),
     "gather_rows": _Operator(
         "x:a=S,*D rows:index=C y:a=C,*D", "x rows", "y", whole="S D", moved="rows y y", host="x"
     ),
@@ -202,6 +209,11 @@ _NOTATION: Final = {
         "x norm q_weight k_weight v_weight q_bias k_bias v_bias q k v",
         rules=(("at most", "Q", "64*A"), ("at most", "W", "64*A")),
         invariant=NONE,
+    ),
+    "note_focus": _Operator(
+        f"{_TABLE} state:float32=E,4 row:int64=B cu_seqlens:int32=B+1 cu_rows:int32=B+1 seen:int32=B committed:uint8=M",
+        "table state row cu_seqlens cu_rows seen committed", "state", "own:n processed:n first_step:s", whole="S E B M",
+        moved="table state=3,B row cu_seqlens cu_rows seen committed",
     ),
     "pack_requests": _Operator(
         f"{_TABLE} room:int64=1,5 row:int64=sequences begin:int32=sequences seen:int32=sequences cu_seqlens:int32=sequences+1 "
