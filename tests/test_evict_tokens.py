@@ -223,11 +223,11 @@ def test_rounding_adds_no_token(alpha: float, average: int, budget: int, steps: 
 @triton_test
 @pytest.mark.parametrize(("alpha", "average", "budget"), [(1.2, 5, 6), (1.8, 5, 9), (1.4, 15, 21)])
 def test_rounding_adds_no_token_in_triton(alpha: float, average: int, budget: int) -> None:
-    for steps in (1, 3, 171):
-        assert int(run(whole_number(alpha, average * steps, steps), DEVICE)["total"]) == budget
+    for steps, decoded in ((1, 0), (3, -2), (171, 0)):
+        assert int(run(whole_number(alpha, average * steps, steps, decoded), DEVICE)["total"]) == budget
 
 
-def whole_number(alpha: float, summed: int, steps: int) -> Case:
+def whole_number(alpha: float, summed: int, steps: int, decoded: int = 0) -> Case:
     """A block of 32 masks that were all processed, of which the first has all the importance."""
     after = torch.zeros(1, 1, 32)
     after[0, 0, 0] = 1.0
@@ -235,7 +235,7 @@ def whole_number(alpha: float, summed: int, steps: int) -> Case:
         "before": torch.zeros(1, 1, 32), "after": after, "listed": torch.arange(32, dtype=I32)[None],
         "first": torch.zeros(1, dtype=I32), "progress": torch.full((1,), 32, dtype=I32),
         "status": torch.ones(32, dtype=torch.uint8), "positions": torch.arange(32, dtype=I32), "cu_seqlens": starts([32]),
-        "decoded": torch.zeros(1, dtype=I32), "owner": torch.zeros(1, dtype=torch.int64),
+        "decoded": torch.tensor([decoded], dtype=I32), "owner": torch.zeros(1, dtype=torch.int64),
         "state": strided(torch.tensor([[float(summed), float(steps), 0.0, 0.0]])),
     }  # fmt: skip
     outputs = {

@@ -77,7 +77,7 @@ def test_on_the_cpu(seed: int, kind: str) -> None:
 
 @triton_test
 @pytest.mark.parametrize("kind", ["focus", "note"])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(20))
 def test_in_triton(seed: int, kind: str) -> None:
     case: Case = getattr(Focused(seed), kind)()
     found, ran = expected(case), run(case, DEVICE)

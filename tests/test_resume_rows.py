@@ -80,7 +80,7 @@ def test_on_the_cpu(seed: int) -> None:
 
 
 @triton_test
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(24))
 def test_in_triton(seed: int) -> None:
     case, expected = drawn(seed)
     found = run(case, DEVICE)
