@@ -29,8 +29,10 @@ class StepServed(NamedTuple):
 
     Parameters
     ----------
-    requests, tokens, rows, prompts
-        Requests, tokens of their windows, rows to decide; and of the tokens those of prompts.
+    requests, tokens, rows
+        Requests, tokens of their windows, rows to decide.
+    prompts, refreshed
+        Of the tokens, those of prompts, and those of requests that compute all of their sequence and decide.
     keys, pairs
         Keys that a layer reads, and pairs of a token and a key that it sees, where each sees all keys of its request.
     size
@@ -43,6 +45,7 @@ class StepServed(NamedTuple):
     tokens: int
     rows: int
     prompts: int
+    refreshed: int
     keys: int
     pairs: float
     size: int
@@ -61,10 +64,12 @@ def _served(windows: Iterable[tuple[int, int, int, int]], block: int, plan: Plan
     """
     begin, tokens, rows, keys = np.array([*windows], dtype=np.int64).reshape(-1, 4).T
     fills = rows == 0
+    refreshes = ~fills & (begin == 0) & (tokens == keys)
     pairs = np.where(fills, tokens * (begin + (tokens + block) / 2), tokens * keys)
     return StepServed(
         requests=len(tokens), tokens=int(tokens.sum()), rows=int(rows.sum()), prompts=int(tokens[fills].sum()),
-        keys=int(keys.sum()), pairs=float(pairs.sum()), size=plan.dims["tokens"], predicted_ms=plan.predicted_step_ms,
+        refreshed=int(tokens[refreshes].sum()), keys=int(keys.sum()), pairs=float(pairs.sum()), size=plan.dims["tokens"],
+        predicted_ms=plan.predicted_step_ms,
     )  # fmt: skip
 
 

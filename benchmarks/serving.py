@@ -2,17 +2,20 @@
 
     python -m benchmarks.serving at-once sdar-8b --device h200 --counts 1,8,32,64,128
 
+    python -m benchmarks.serving mixed llada-8b --device h200 --options '{"cache": "dual"}'
+
 `at-once` submits some requests together and serves them to their ends: one pass that is not counted, in which sizes of steps are
 planned and captured, then passes that are. A step is one call of `advance`. In a last pass, halfway, Python's calls of some
 steps are counted, and some are profiled: the device's time of a step is when any kernel runs, and what its wall time has beyond is
-the host's.
+the host's. `mixed` serves random traffic (`benchmarks.traffic`).
 
-Weights are random. Options of requests are given as JSON: `--options '{"cache": "dual"}'`. Writes
+Weights are random. Writes
 `serving-<what>-<model>-<device>.json`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -21,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import mosaic
@@ -32,6 +34,7 @@ from benchmarks.floor import Floor
 from benchmarks.record import environment, table, write
 from benchmarks.served import Meter
 from benchmarks.step_kernels import kernel_ms
+from benchmarks.traffic import POLICIES, mixed, percentiles, policies_of, prompt_of, useful
 from mosaic.decoding import LiveRequest, Session
 from mosaic.devices import Device
 from mosaic.errors import DoesNotFit
@@ -39,17 +42,13 @@ from mosaic.models import load
 from mosaic.models.architecture import Architecture
 from mosaic.runtime.compiled import CompiledModel
 
-__all__ = ["METHODS", "at_once", "header_of", "main", "rows_of"]
+__all__ = ["MEASURES", "at_once", "header_of", "main", "rows_of"]
 
 PROMPT, ANSWER = 512, 256
 COUNTS: Final = (1, 8, 32, 64, 128)
 PASSES: Final = 2
 PROBED: Final = 8
 """Steps halfway whose Python calls are counted, and as many again that are profiled."""
-METHODS: Final = {
-    "at-once": f"tokens per second are the median of {PASSES} passes, after one that is not counted; steps are of all of them",
-}
-"""What is measured, and how."""
 
 
 # --- all at once --------------------------------------------------------------------------------------------------------
@@ -79,7 +78,7 @@ def at_once(
     wall = 1e3 * sum(one.seconds for one in passes)
     found = {
         "tokens_per_s": statistics.median(one.tokens / one.seconds for one in passes), "steps": len(times) / PASSES,
-        **percentiles(times), "useful": sum(step.tokens for step in served) / sum(step.size for step in served),
+        **percentiles(times), "useful": useful(served),
         "of_floor": wall / (1e3 * sum(step.floor_s(floor) for step in served)), "warm_sizes": warm_sizes, "new_sizes": new_sizes,
     }  # fmt: skip
     halfway = len(passes[-1].steps_ms) // 2
@@ -93,12 +92,6 @@ def _submitted(
     generator = torch.Generator().manual_seed(count)
     asked = {"gen_length": answer, "stop_at_eos": False, **more}
     return [session.submit(prompt_of(arch, prompt, generator), **asked) for _ in range(count)]
-
-
-def prompt_of(arch: Architecture, length: int, generator: torch.Generator) -> Tensor:
-    """Draw a prompt of tokens other than the mask."""
-    drawn = torch.randint(0, arch.vocabulary - 1, (length,), generator=generator)
-    return drawn + (drawn >= arch.mask_token_id)
 
 
 def timed(step: Callable[[], object]) -> float:
@@ -117,12 +110,6 @@ def _passed(meter: Meter, **serve: Any) -> Pass:
         seconds = time.perf_counter() - began
         answers = [request.generation for request in requests]
         return Pass(seconds, times, sum([len(answer.token_ids) for answer in answers if answer is not None]))
-
-
-def percentiles(times_ms: Sequence[float]) -> dict[str, float]:
-    """Return the median, 99th percentile and largest of times."""
-    found = sorted(times_ms)
-    return {"step_ms": statistics.median(found), "p99_ms": found[int(0.99 * (len(found) - 1))], "most_ms": found[-1]}
 
 
 def _probed(meter: Meter, halfway: int, step_ms: float, **serve: Any) -> dict[str, Any]:
@@ -166,9 +153,15 @@ def busy_ms(intervals: Sequence[tuple[float, float]]) -> float:
     return busy / 1e3
 
 
+TIMES: Final = ("a step, ms", "99th, ms", "longest, ms")
 AT_ONCE: Final = (
-    "requests", "tokens/s", "steps", "a step, ms", "99th, ms", "longest, ms", "useful rows", "of the floor", "new sizes",
+    "requests", "tokens/s", "steps", *TIMES, "useful rows", "of the floor", "new sizes",
     "Python calls", "device, ms", "beyond it, ms", "kernels: products, attention, selection, others, ms",
+)  # fmt: skip
+
+MIXED: Final = (
+    "run", "requests", "tokens/s", "of the queued", "steps", *TIMES, "a request, ms", "99th, ms", "longest, ms", "large steps",
+    "of predicted: median, 99th", "to submit, ms", "useful rows", "new sizes", "same answers", "refused",
 )  # fmt: skip
 
 
@@ -181,56 +174,111 @@ def _at_once_row(point: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def _step_times(point: Mapping[str, Any]) -> list[str]:
-    return [f"{point[name]:.2f}" for name in ("step_ms", "p99_ms", "most_ms")]
+def _step_times(point: Mapping[str, Any], name: str = "") -> list[str]:
+    return [f"{point[f'{name}{which}_ms']:.2f}" for which in ("median", "p99", "most")]
+
+
+def _mixed_row(point: Mapping[str, Any]) -> list[str]:
+    over = [f"{point[name]:.2f}" if name in point else "" for name in ("of_predicted", "of_predicted_p99")]
+    return [
+        point["run"], f"{point['requests']}", f"{point['tokens_per_s']:,.0f}", f"{point['of_queued']:.2f}", f"{point['steps']:,}",
+        *_step_times(point), *_step_times(point, "latency_"), f"{point['large_steps']}", ", ".join(over),
+        f"{point['submit_ms']:.2f}", f"{point['useful']:.1%}",
+        *(f"{point[name]}" for name in ("new_sizes", "same_as_queued", "refused")),
+    ]  # fmt: skip
 
 
 # --- tables and records -------------------------------------------------------------------------------------------------
 
 
-def header_of(result: Mapping[str, Any]) -> tuple[str, ...]:
+class Measure(NamedTuple):
+    """Something that is measured: how, what gives its points, and the columns and rows of its table."""
+
+    method: str
+    points: Callable[[CompiledModel, Device, argparse.Namespace], Iterator[dict[str, Any]]]
+    header: Sequence[str]
+    row: Callable[[Mapping[str, Any]], list[str]]
+
+
+def _at_once_points(model: CompiledModel, device: Device, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for count in asked.counts:
+        serve = {"prompt": asked.prompt, "answer": asked.answer, "tabled": not asked.generators, **asked.options}
+        try:
+            yield {"count": count, **at_once(model, device, count, **serve)}
+        except DoesNotFit as error:
+            print(count, error)
+
+
+def _mixed_points(model: CompiledModel, device: Device, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    yield from mixed(model, asked.requests, **_traffic_of(model, asked))
+
+
+def _traffic_of(model: CompiledModel, asked: argparse.Namespace) -> dict[str, Any]:
+    policies = asked.policies.split(",") if asked.policies else policies_of(model.architecture)
+    return {
+        "seed": asked.seed, "prompts": asked.prompts, "answers": asked.answers, "policies": policies,
+        "tabled": not asked.generators, **asked.options,
+    }  # fmt: skip
+
+
+MEASURES: Final = {
+    "at-once": Measure(
+        f"tokens per second are the median of {PASSES} passes, after one that is not counted; steps are of all of them",
+        _at_once_points, AT_ONCE, _at_once_row,
+    ),
+    "mixed": Measure(
+        "one pass of each kind; percentiles are of all steps and all requests", _mixed_points, MIXED,
+        _mixed_row,
+    ),
+}  # fmt: skip
+
+
+def header_of(result: Mapping[str, Any]) -> Sequence[str]:
     """Return the columns of a run's table."""
-    return {"at-once": AT_ONCE}[result["what"]]
+    return MEASURES[result["what"]].header
 
 
 def rows_of(result: Mapping[str, Any]) -> Iterator[list[str]]:
     """Rows for a table, one a point."""
-    rows = {"at-once": _at_once_row}[result["what"]]
-    yield from map(rows, result["points"])
+    yield from map(MEASURES[result["what"]].row, result["points"])
 
 
 def main(arguments: Sequence[str]) -> None:
     """Measure models, and record the figures of each."""
     parser = options(__doc__)
+    parser.prog += f" {{{','.join(MEASURES)}}}"
     parser.add_argument("--counts", type=token_counts, default=COUNTS, help="requests at once")
-    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
-    parser.add_argument("--answer", type=int, default=ANSWER, help="tokens of an answer")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of each prompt, of requests at once")
+    parser.add_argument("--answer", type=int, default=ANSWER, help="tokens of each answer, of requests at once")
+    parser.add_argument("--requests", type=int, default=256, help="of traffic")
+    parser.add_argument(
+        "--prompts", type=token_counts, default=(64, 4096), help="the shortest and the longest, of traffic"
+    )
+    parser.add_argument(
+        "--answers", type=token_counts, default=(32, 512), help="the shortest and the longest, of traffic"
+    )
+    parser.add_argument(
+        "--policies", help=f"of traffic, among {', '.join(POLICIES)}; all that the model takes if not given"
+    )
     parser.add_argument("--options", type=json.loads, default={}, help="of all requests, as JSON")
     parser.add_argument("--generators", action="store_true", help="no table: the host decodes each request")
+    parser.add_argument("--budget", help="of the card; all of it if not given")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     what, *given = arguments or ["--help"]
-    if what not in METHODS:
-        parser.prog += f" {{{','.join(METHODS)}}}"
-        given = ["--help"]
-    asked = parser.parse_args(given)
-    clock = Clock.start(asked.minutes)
+    asked = parser.parse_args(given if what in MEASURES else ["--help"])
+    clock, chosen = Clock.start(asked.minutes), {**vars(asked), "models": asked.models}
     for name in asked.models:
-        result: dict[str, Any] = {"environment": environment(METHODS[what]), "what": what, "model": name}
-        result |= {"device": asked.device, "card": card(asked.device != "cpu"), "layers": asked.layers}
-        result |= {"prompt": asked.prompt, "answer": asked.answer, "options": asked.options, "points": []}
-        with mosaic.compile(cut(load(name), asked.layers), device=asked.device, seed=3) as model:
-            for count in clock.while_left(asked.counts, print):
-                try:
-                    found = at_once(
-                        model, device_of(result), count, prompt=asked.prompt, answer=asked.answer,
-                        tabled=not asked.generators, **asked.options,
-                    )  # fmt: skip
-                except DoesNotFit as error:
-                    print(count, error)
-                    continue
-                result["points"].append({"count": count, **found})
-                print(table(header_of(result), [[*rows_of(result)][-1]]), flush=True)
+        result: dict[str, Any] = {"environment": environment(MEASURES[what].method), "what": what, "model": name}
+        result |= {"device": asked.device, "card": card(asked.device != "cpu"), "asked": chosen, "points": []}
+        described, budget = cut(load(name), asked.layers), asked.budget
+        with mosaic.compile(described, device=asked.device, budget=budget, seed=3) as model:
+            for point in MEASURES[what].points(model, device_of(result), asked):
+                result["points"].append(point)
+                print(table(header_of(result), [*rows_of(result)][-1:]), flush=True)
                 write(f"serving-{what}-{name}-{asked.device}{tag_of(asked)}", result)
+                if clock.left_s <= 0:
+                    print(f"no time left for more than {len(result['points'])} points")
+                    break
         print(table(header_of(result), list(rows_of(result))))
 
 
