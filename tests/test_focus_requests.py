@@ -13,7 +13,7 @@ from mosaic.registrar.request_table import Column
 if HAS_TRITON:
     from test_request_kernels import DEVICE, run
 
-BLOCK, OWN = 8, Column.TOP_P
+BLOCK, OWN = 8, Column.OWN
 
 
 class Focused(Requests):

@@ -12,6 +12,8 @@ from mosaic.decoding.algorithm import Algorithm
 from mosaic.decoding.config import ALGORITHMS, GenerationConfig, resolve
 from mosaic.decoding.rows import OF_TABLE, TableRow
 from mosaic.models.architecture import Architecture
+from mosaic.models.policies.policy import BlockStep
+from mosaic.models.policies.registry import policies_of
 from mosaic.models.step import StepSize
 from mosaic.registrar.request_table import STOPS
 from mosaic.runtime.sharing import SharedSizes
@@ -42,16 +44,27 @@ def algorithm_of(config: GenerationConfig) -> Algorithm:
 def table_row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> TableRow | None:
     """Return what a table on the device has to know of a request, options resolved; None if a generator decodes it.
 
-    It does if the algorithm does not say, a policy or `ahead` is asked for, keys are seen by ranges, or there are more
-    tokens that stop an answer than a table has room for.
+    It does if the algorithm does not say, a policy that is not `Policy.tabled` or `ahead` is asked for, keys are seen by ranges,
+    or there are more tokens that stop an answer than a table has room for.
     """
     describe = algorithm_of(config).row
-    plain = config.attention is None and config.eviction is None and config.block_cache is None
-    waits = config.ahead is not None and config.remasking != "sequential"
+    waits = config.ahead is not None and config.remasking != "sequential" and config.eviction is None
     ranged = bool(architecture.windows) or architecture.rotary.kind == "dynamic" or architecture.shifted
-    if describe is None or not plain or waits or ranged or len(architecture.eos_token_ids) > STOPS:
+    if describe is None or waits or ranged or len(architecture.eos_token_ids) > STOPS:
         return None
-    return describe(config, architecture, prompt_len)
+    found = describe(config, architecture, prompt_len)
+    return None if found is None else _with_policies(found, config, architecture)
+
+
+def _with_policies(row: TableRow, config: GenerationConfig, architecture: Architecture) -> TableRow | None:
+    """The same with the kind of step that its policies make, if each of them is `Policy.tabled`."""
+    policies, phase, end = policies_of(config, architecture, row.length), row.phase, row.start + row.block
+    step = BlockStep(start=row.start, end=end, number=0, steps=row.steps or row.block, window=(row.start, end))
+    for policy in policies:
+        if not policy.tabled:
+            return None
+        phase = policy.phase(phase, step)
+    return row._replace(cache=phase.cache, cut=phase.cut)
 
 
 def canvas_length(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> int:

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from mosaic.models.parts import CANVAS, HELD_EXTENTS, KV, REQUESTS
+from mosaic.models.parts.cut import COUNT
 from mosaic.models.step import StepSize
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import COLUMNS, RUNNING, Column, Reported
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from mosaic.models.phase import Phase
     from mosaic.models.state import State
     from mosaic.planner.plan import Plan
-    from mosaic.runtime.engine import Engine
+    from mosaic.runtime.engine import Engine, Ran
     from mosaic.runtime.executor import Executor
     from mosaic.runtime.host_copy import Arriving
     from mosaic.runtime.state_rows import OwnedRows
@@ -44,7 +45,8 @@ MOST_ROWS: Final = 1024
 """Requests that one table serves; others wait for a row."""
 KEPT_STEPS: Final = 128
 """Steps that are kept for launching them again."""
-_OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score")
+_OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score", COUNT)
+"""Of a step; the last is of one that is cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +117,7 @@ class RequestTable:
         self._whole = False  # whether all rows of the table are unsent
         self._unsent: dict[int, list[tuple[State, int, NDArray[np.int64]]]] = {}  # by row of the table: rows of others
         self._sides = [HostCopy(), HostCopy()]
-        self._launched: deque[tuple[Arriving, Plan, float]] = deque()
+        self._launched: deque[tuple[Arriving, Ran, float]] = deque()
         self._steps: Recent[Hashable, _TableStep] = Recent(KEPT_STEPS)
         self._predicted: Recent[Hashable, float] = Recent(KEPT_STEPS)
         self._fitting: Recent[Hashable, bool] = Recent(KEPT_STEPS)
@@ -269,9 +271,9 @@ class RequestTable:
             self._steps.find(key, lambda: self._step(self.size(phase, blocks, block, rows), group, marked))
         )
         with interrupts_held():
-            arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS])
+            arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS if name in ran.outputs])
             self._sides.reverse()
-            self._launched.append((arriving, ran.plan, started))
+            self._launched.append((arriving, ran, started))
             self._count += 1
             self.is_sure = True
 
@@ -310,8 +312,10 @@ class RequestTable:
 
     def read(self) -> Served:
         """Take what the first step that was launched reports; the caller has waited for it, and holds signals back."""
-        arriving, plan, started = self._launched.popleft()
+        arriving, ran, started = self._launched.popleft()
         report, *of_rows = (tensor.numpy() for tensor in arriving.wait())
+        if ran.again is not None:
+            ran.again(int(of_rows.pop().item()))  # the next step has room for as many rows
         self._read += 1
         report = report[report[:, Reported.ROW] >= 0].copy()
         report[:, Reported.ROW] -= self.first
@@ -324,5 +328,5 @@ class RequestTable:
         self._free_rows()
         return Served(
             report=report, steps=self.steps[numbers], canvas_rows=self.columns[numbers, Column.CANVAS], decided_rows=decided,
-            chosen=chosen, committed=taken, score=score, plan=plan, seconds=perf_counter() - started,
+            chosen=chosen, committed=taken, score=score, plan=ran.plan, seconds=perf_counter() - started,
         )  # fmt: skip

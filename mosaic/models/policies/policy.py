@@ -153,10 +153,14 @@ class Policy:
         Why a step cannot be launched before the last one's outcome is known; empty: it can.
     within
         Whether the first step of a block may write the final keys of the block before.
+    tabled
+        Whether requests of a table can have it: its parts find their inputs there (`Part.of_table`), and `tell` and `take` are not
+        called.
     """
 
     waits: str = ""
     within: bool = True
+    tabled: bool = False
 
     def __init__(self, options: Any, config: Any, arch: Architecture, positions: int) -> None:
         """Check the options beside the request's others."""
