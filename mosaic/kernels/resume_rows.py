@@ -38,7 +38,7 @@ def launch(
 def reference(
     *, chosen: Tensor, bounds: Tensor, positions: Tensor, rows: Tensor, cu_rows: Tensor, size: int, most: int,
     partly: bool = False,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Return all outputs in plain PyTorch, a row at a time."""
     count, kept = bounds[-1:].clone(), chosen[:size]
     held = int(bounds[bounds <= size].max()) if partly or int(count) <= size else 0
