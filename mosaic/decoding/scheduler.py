@@ -88,13 +88,23 @@ class Scheduler:
         """Whether there is one."""
         return self.count > 0
 
-    def size(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> StepSize | None:
-        """Return the smallest step that serves any live request and these, beside `more` rows of states; None if there is none."""
+    def admits(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> bool:
+        """Return whether the smallest step that serves any live request and these fits once `more` rows of states are taken."""
+        least = self._least(rows)
+        return least is None or self._table.admits(*least, more)
+
+    def least(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> list[StepSize]:
+        """Return the size of that step; none if there are no requests."""
+        least = self._least(rows)
+        return [] if least is None else [self._table.size(*least, self._table.beside(more))]
+
+    def _least(self, rows: Iterable[TableRow]) -> tuple[Phase, int, int, int] | None:
+        """The kind of that step, its blocks, tokens of a block and rows to decide."""
         kinds = [*self._kinds, *map(_kind_of, rows)]
         if not kinds:
             return None
         least, block, most = _needed(kinds)
-        return self._table.size(_phase(kinds), _rung(least, block), block, most, more)
+        return _phase(kinds), _rung(least, block), block, most
 
     def add(self, request: TabledRequest) -> None:
         """Take a request that has begun."""
@@ -170,8 +180,7 @@ class Scheduler:
     def _grow(self) -> bool:
         """Make the table larger for those who wait, if the smallest step fits beside it then."""
         table = self._table
-        size = self.size((), {})
-        if size is None or not self._runner.admits([size], more={REQUESTS: 3 * len(table.columns)}) or not table.grow():
+        if not self.admits((), {REQUESTS: 3 * len(table.columns)}) or not table.grow():
             return False
         more = len(table.columns) - len(self._live)
         self._requests = np.concatenate([self._requests, np.full(more, None, dtype=object)])
@@ -183,13 +192,13 @@ class Scheduler:
     def _room(self, phase: Phase, least: int, most: int, rows: int, *, several: bool) -> tuple[int, int]:
         """Blocks and rows to decide of the next step: as many as are asked for, fit, and delay nobody too long."""
         table, (needed, block, own_rows) = self._table, _needed(self._kinds)
-        fewest, blocks = _rung(needed, block), _rung(most, block)
+        fewest, blocks, own = _rung(needed, block), _rung(most, block), _rung(least, block)
+        table.cover(phase, fewest, own, block, own_rows)
         while blocks > fewest and not table.fits(phase, blocks, block, rows):
             blocks = max(_below(blocks), fewest)
         if blocks <= fewest and not table.fits(phase, blocks, block, rows):
             rows = min(rows, own_rows)  # of one request, as it was admitted
         if several:
-            own = _rung(least, block)
             limit = max(self._delay_ms, table.predicted_ms(phase, min(own, blocks), block, rows))
             while blocks > own and table.predicted_ms(phase, blocks, block, rows) > limit:
                 blocks = max(_below(blocks), own)
