@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -242,7 +242,7 @@ class Session(ClosesOnExit):
         """Say what is missing."""
         sizes, tabled, rows = self._asked(more)
         for table in self._shared.tables:
-            sizes += table.least(tabled if table is self._scheduler else (), rows)
+            sizes += table.sizes(tabled if table is self._scheduler else (), rows)
         self._runner.check(sizes, more=rows)
 
     def _asked(self, more: Sequence[_Described]) -> tuple[list[StepSize], list[TableRow], Counter[State]]:
@@ -269,8 +269,11 @@ class Session(ClosesOnExit):
         )
         decode = self._tokenizer().decode if is_text(described.submission.prompt) else None
         request: LiveRequest
-        if described.row is not None and self._table is not None:
-            request = TabledRequest(self._submitted, described.submission, canvas, described.row, self._table, decode)
+        if described.row is not None and self._table is not None and self._scheduler is not None:
+            group = self._scheduler.group_of(described.row)
+            request = TabledRequest(
+                self._submitted, described.submission, canvas, described.row, group, self._table, decode
+            )
         else:
             request = LiveRequest(self._submitted, described.submission, canvas, described.largest, decode)
         self._submitted += 1

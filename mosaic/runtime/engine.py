@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from mosaic.planner.planner import Planner, SizedStep
 
 KEPT_EXECUTORS: Final = 512
-"""Executors that are kept, the ladder of a session's steps: they take host memory only. The bytes of their graphs are bounded by `GraphMemory`."""
+"""Executors that are kept, such as those of a session's ladder of steps: they take host memory only. The bytes of their graphs are
+bounded by `GraphMemory`."""
 KEPT_SIZES: Final = 256
 """Remembered sizes of two-graph steps all of whose graphs have plans."""
 CAPTURED_MS: Final = 500.0

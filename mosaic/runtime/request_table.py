@@ -45,8 +45,8 @@ MOST_ROWS: Final = 1024
 KEPT_STEPS: Final = 512
 """Steps that are kept for launching them again: the ladder of a session."""
 DECIDED: Final = (1, 2, 4, 6, 8)
-"""Eighths of a step's tokens that it has rows to decide for. Unembedding takes a tenth of a step, and every number of rows is a plan
-for each number of tokens."""
+"""Eighths of a step's tokens that it has rows to decide for: unembedding takes a tenth of a step, and each number of rows is a plan
+more for every number of tokens."""
 _OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score")
 
 
@@ -233,10 +233,8 @@ class RequestTable:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def size(
-        self, phase: Phase, blocks: int, block: int, rows: int, states: Iterable[tuple[State, int]]
-    ) -> StepSize:
-        """Return the size of a step with room for so many blocks of tokens and so many rows to decide, planned for rows of states."""
+    def size(self, phase: Phase, blocks: int, block: int, rows: int, states: Iterable[tuple[State, int]]) -> StepSize:
+        """Return the size of a step that has room for `blocks` blocks of tokens and `rows` rows to decide, beside rows of states."""
         taken = dict(states)
         owned = max(taken.get(KV, 0) // blocks, block)
         return StepSize(
@@ -253,14 +251,16 @@ class RequestTable:
     ) -> bool:
         """Return whether such a step fits the budget beside rows of states, by default those that are planned for; found once."""
         asked = phase, blocks, block, decided(rows, blocks * block), self.planned if states is None else states
-        return self._fitting.find(asked, lambda: self._engine.plans.fits_exactly(self.size(*asked)))
+        return self._fitting.find(asked, lambda: all(map(self._engine.plans.fits_exactly, self.size(*asked).graphs)))
 
     def admits(self, phase: Phase, blocks: int, block: int, rows: int, more: Mapping[State, int]) -> bool:
         """Return whether such a step fits the budget once `more` rows of states are taken."""
         states = self._engine.states_with(more)
         if _within(states, dict(self.planned)) and self.fits(phase, blocks, block, rows):
             return True
-        return any(self.fits(phase, blocks, block, rows, found) for found in (rounded_states(states), self.beside(more)))
+        return any(
+            self.fits(phase, blocks, block, rows, found) for found in (rounded_states(states), self.beside(more))
+        )
 
     def cover(self, phase: Phase, least: int, wanted: int, block: int, rows: int) -> None:
         """Plan steps from now on for at least the rows of states that there are, and for as many as there were if there is room.
@@ -285,13 +285,14 @@ class RequestTable:
 
         return self._predicted.find(asked, predict)
 
-    def launch(self, phase: Phase, blocks: int, block: int, rows: int) -> None:
-        """Launch a step of this size, for whoever it has room for. After one that was interrupted, every step has been read."""
+    def launch(self, phase: Phase, group: int, blocks: int, block: int, rows: int, *, marked: bool = False) -> None:
+        """Launch a step of this size, for whoever of a group it has room for, of those who need a marked step only if it is one.
+        After one that was interrupted, every step has been read."""
         started = perf_counter()
         if not self.is_sure:
             self._undo()
         self.is_sure = False
-        ran = self._engine.run(self._step(self.first, len(self.columns), phase, blocks, block, rows))
+        ran = self._engine.run(self._step(self.first, len(self.columns), group, marked, phase, blocks, block, rows))
         with interrupts_held():
             arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS])
             self._sides.reverse()
@@ -306,16 +307,18 @@ class RequestTable:
             at, length = self.columns[number, [Column.CANVAS, Column.LENGTH]].tolist()
             self._unsent.setdefault(number, []).append((CANVAS, at, self.tokens[at : at + length]))
 
-    def _step(self, first: int, count: int, phase: Phase, blocks: int, block: int, rows: int) -> _TableStep:
+    def _step(
+        self, first: int, count: int, group: int, marked: bool, phase: Phase, blocks: int, block: int, rows: int
+    ) -> _TableStep:
         """The step that looks at `count` rows of the table; made once."""
         asked = phase, blocks, block, decided(rows, blocks * block), self.planned
 
         def make() -> _TableStep:
             size = self.size(*asked)
-            room = first, count, size.tokens, size.rows, size.extents
-            return _TableStep(size=size, inputs={"room": Numbers(room, "int64", 5)}, table=self)
+            room = first, count, size.tokens, size.rows, size.extents, group, int(marked)
+            return _TableStep(size=size, inputs={"room": Numbers(room, "int64", 7)}, table=self)
 
-        return self._steps.find((first, count, *asked), make)
+        return self._steps.find((first, count, group, marked, *asked), make)
 
     def send(self) -> None:
         """Write what has entered and left."""

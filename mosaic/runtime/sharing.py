@@ -19,10 +19,10 @@ class Tabled(Protocol):
     """The requests of a session that are rows of a table: a session's `Scheduler`."""
 
     def admits(self, rows: Sequence[Any], more: Mapping[State, int]) -> bool:
-        """Return whether a step fits that serves any of them, and of `rows`, once `more` rows of states are taken."""
+        """Return whether the smallest steps that serve any of them, and of `rows`, fit once `more` rows of states are taken."""
 
-    def least(self, rows: Sequence[Any], more: Mapping[State, int]) -> Sequence[StepSize]:
-        """Return the size of that step, if there are any."""
+    def sizes(self, rows: Sequence[Any], more: Mapping[State, int]) -> Sequence[StepSize]:
+        """Return the sizes of these steps."""
 
 
 class SharedSizes:
