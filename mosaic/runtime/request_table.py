@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from time import perf_counter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -47,6 +48,7 @@ KEPT_STEPS: Final = 512
 DECIDED: Final = (1, 2, 4, 6, 8)
 """Eighths of a step's tokens that it has rows to decide for: unembedding takes a tenth of a step, and each number of rows is a plan
 more for every number of tokens."""
+NO_ROWS: Final[Mapping[State, int]] = MappingProxyType({})
 _OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score")
 
 
@@ -227,6 +229,10 @@ class RequestTable:
     def _free_rows(self) -> None:
         while self._leaving and self._leaving[0][1] <= self._read:
             self._free.append(self._leaving.popleft()[0])
+        self.rest()
+
+    def rest(self) -> None:
+        """Give the session's rows back if nobody has any."""
         if len(self._free) == len(self.columns) and self.is_open:  # an idle session holds nothing
             self._unsent.clear()
             self._own.close()
@@ -234,7 +240,7 @@ class RequestTable:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def size(self, phase: Phase, blocks: int, block: int, rows: int, states: Iterable[tuple[State, int]]) -> StepSize:
-        """Return the size of a step that has room for `blocks` blocks of tokens and `rows` rows to decide, beside rows of states."""
+        """Return the size of a step with room for `blocks` blocks of tokens and `rows` rows to decide, beside rows of states."""
         taken = dict(states)
         owned = max(taken.get(KV, 0) // blocks, block)
         return StepSize(
@@ -258,23 +264,28 @@ class RequestTable:
         states = self._engine.states_with(more)
         if _within(states, dict(self.planned)) and self.fits(phase, blocks, block, rows):
             return True
-        return any(
-            self.fits(phase, blocks, block, rows, found) for found in (rounded_states(states), self.beside(more))
-        )
+        return any(self.fits(phase, blocks, block, rows, found) for found in _roundings(states))
 
-    def cover(self, phase: Phase, least: int, wanted: int, block: int, rows: int) -> None:
-        """Plan steps from now on for at least the rows of states that there are, and for as many as there were if there is room.
+    def cover(self, phase: Phase, blocks: int, block: int, rows: int, more: Mapping[State, int] = NO_ROWS) -> None:
+        """Plan steps from now on for the rows of states that there are once `more` are taken, and for as many as there were.
 
-        There is none if a step of `least` blocks would not fit. If less than half is taken and one of `wanted` blocks would not
-        fit, steps go without the rest, too.
+        If less than half is taken and a step of so many blocks does not fit beside the rest, steps go without the rest. So do
+        they where what is taken leaves no room for it.
         """
-        states, before = self._engine.states, dict(self.planned)
+        states, before = self._engine.states_with(more), dict(self.planned)
         emptier = 2 * sum(states.values()) < sum(before.values())
-        if _within(states, before) and self.fits(phase, wanted if emptier else least, block, rows):
+        if _within(states, before) and (not emptier or self.fits(phase, blocks, block, rows)):
             return
-        most = {state: max(count, states.get(state, 0)) for state, count in {**states, **before}.items()}
-        tried = [*([] if emptier else [rounded_states(most)]), rounded_states(states)]
-        self.planned = next((found for found in tried if self.fits(phase, least, block, rows, found)), self.beside({}))
+        most = {state: max(count, before.get(state, 0)) for state, count in {**before, **states}.items()}
+        tried = [*([] if emptier else _roundings(most)), *_roundings(states)]
+        self.planned = next((found for found in tried if self.fits(phase, blocks, block, rows, found)), tried[-1])
+
+    def rehearse(self, phase: Phase, group: int, blocks: int, block: int, rows: int, *, marked: bool) -> None:
+        """Plan, compile and capture a step, which serves nobody."""
+        self.predicted_ms(phase, blocks, block, rows)
+        step = self._step(0, 0, group, marked, phase, blocks, block, rows)
+        for _ in range(1 if self._engine.device.type == "cpu" else 2):  # the second run of a step captures it
+            self._engine.run(step)
 
     def predicted_ms(self, phase: Phase, blocks: int, block: int, rows: int) -> float:
         """Return how long the plan of such a step says that it takes; found once, whatever the states hold."""
@@ -368,10 +379,24 @@ def decided(rows: int, tokens: int) -> int:
     >>> decided(4, 64), decided(300, 1024), decided(700, 1024), decided(0, 8192)
     (64, 512, 768, 1024)
     """
+    return next(found for found in decisions(tokens) if found >= min(rows, tokens))
+
+
+def decisions(tokens: int) -> list[int]:
+    """Return all that `decided` returns for steps of so many tokens, ascending.
+
+    >>> decisions(64), decisions(1024)
+    ([64], [128, 256, 512, 768, 1024])
+    """
     if tokens <= MOST_DOUBLED:  # unembedding them all takes as long as unembedding one
-        return tokens
-    return next(found for share in DECIDED if (found := -(-tokens * share // DECIDED[-1])) >= min(rows, tokens))
+        return [tokens]
+    return [-(-tokens * share // DECIDED[-1]) for share in DECIDED]
 
 
 def _within(states: Mapping[State, int], planned: Mapping[State, int]) -> bool:
     return all(count <= planned.get(state, 0) for state, count in states.items())
+
+
+def _roundings(states: Mapping[State, int]) -> list[frozenset[tuple[State, int]]]:
+    """Rows of states, rounded up by an eighth, so that few sizes serve; by less, where memory is short; and as they are."""
+    return [rounded_states(states), rounded_states(states, share=64), frozenset(states.items())]
