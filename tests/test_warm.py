@@ -12,9 +12,7 @@ from test_request_table import CONFIGS, prompt_of
 
 import mosaic
 from mosaic.decoding import GenerationConfig, Session
-from mosaic.errors import DoesNotFit, UsageError
 from mosaic.planner.planner import Planner
-from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.executor import Executor
 
 GREEDY = GenerationConfig(gen_length=8, stop_at_eos=False)
@@ -57,7 +55,9 @@ def come_and_go(session: Session, rng: random.Random, count: int, most: int, tok
 @pytest.mark.parametrize(("family", "count"), [
     ("sdar", 24), pytest.param("sdar", 400, marks=pytest.mark.soak), pytest.param("llada2", 400, marks=pytest.mark.soak),
 ])  # fmt: skip
-def test_a_warm_session_plans_nothing_and_maps_nothing(family: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_session_plans_nothing_and_maps_nothing(
+    family: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where it was idle in between."""
     rng, said = random.Random(family), list[str]()
     with mosaic.compile(CONFIGS[family], seed=3) as model, model.session(max_num_batched_tokens=64) as session:

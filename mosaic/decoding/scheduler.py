@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from mosaic.models.policies.policy import with_parts
 from mosaic.models.step import StepSize, bucket
 from mosaic.registrar.request_table import BY_BLOCKS, ENDED, Column, Reported
 from mosaic.runtime.interrupts import interrupts_held
-from mosaic.runtime.request_table import decided, decisions
+from mosaic.runtime.request_table import Room
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -113,15 +114,15 @@ class Scheduler:
 
     def admits(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> bool:
         """Return whether steps fit that serve all live requests and these at once, once `more` rows of states are taken."""
-        return all(self._table.admits(*step, more) for step in self._shared(rows))
+        return all(self._table.admits(room, more) for room in self._shared(rows))
 
     def sizes(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> list[StepSize]:
         """Return the sizes of these steps, one a group."""
         states = self._table.beside(more)
-        return [self._table.size(*step, states) for step in self._shared(rows)]
+        return [self._table.size(room, states) for room in self._shared(rows)]
 
-    def _shared(self, rows: Iterable[TableRow]) -> list[tuple[Phase, int, int, int]]:
-        """Of the step of each group that serves all blocks: its kind, its blocks, tokens of a block and rows to decide.
+    def _shared(self, rows: Iterable[TableRow]) -> list[Room]:
+        """The room of each group's step that serves all blocks.
 
         Steps take `most_tokens` at most, unless one request needs more, and of whole canvases one at a time.
         """
@@ -133,9 +134,9 @@ class Scheduler:
             mine = {kind: count for kind, count in counts.items() if kind.group == group}
             needed, block, _ = _needed(kinds := self._beside(group, mine))
             usual = sum(min(kind.tokens, 2 * kind.block) * count for kind, count in mine.items())
-            tokens = max(needed, min(usual, self._most_tokens))
-            decided = sum(kind.block * count for kind, count in mine.items())
-            found.append((_phase(kinds, marked=True), _rung(tokens, block), block, decided))
+            blocks = _rung(max(needed, min(usual, self._most_tokens)), block)
+            decides = sum(kind.block * count for kind, count in mine.items())
+            found.append(Room.of(_phase(kinds, marked=True), sum(mine.values()), blocks, block, decides))
         return found
 
     def _beside(self, group: int, kinds: Iterable[_Kind]) -> list[_Kind]:
@@ -162,15 +163,14 @@ class Scheduler:
 
         most = bisect_left(range(1, requests + 1), True, key=lambda count: not fits(count))
         for row in rows if most else ():
-            for step in self._shared([row] * most):
-                self._table.cover(*step, more(most))
+            for room in self._shared([row] * most):
+                self._table.cover(room, more(most))
         while len(self._table.columns) < most and self._grow():
             pass
         return most
 
-    def ladder(self, rows: Sequence[TableRow], requests: int) -> Iterator[tuple[Phase, int, bool, int, int, int]]:
-        """Give the steps that so many requests may need, the largest first: kind, group, whether it is marked, blocks, tokens of
-        a block and rows to decide."""
+    def ladder(self, rows: Sequence[TableRow], requests: int) -> Iterator[tuple[Room, int, bool]]:
+        """Give the steps that so many requests like these may need, the largest first: room, group, and whether it is marked."""
         longest = max(row.length for row in rows)
         for group in dict.fromkeys(kind.group for kind in self._warm):
             kinds = self._beside(group, [kind for kind in self._kinds if kind.group == group])
@@ -180,10 +180,8 @@ class Scheduler:
             for marked in (False, True)[: 1 + marks]:
                 phase, blocks = _phase(kinds, marked=marked), _rung(most, block)
                 while blocks:
-                    tokens = blocks * block
-                    for found in decisions(tokens):
-                        if decided(own_rows, tokens) <= found <= decided(requests * own_rows, tokens):
-                            yield phase, group, marked, blocks, block, found
+                    for room in Room.ladder(phase, requests, blocks, block, own_rows):
+                        yield room, group, marked
                     blocks = _below(blocks)
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -230,8 +228,8 @@ class Scheduler:
         table = self._table
         while self._served is None:
             most = AHEAD if self._runner.asynchronous and table.is_sure else 1
-            while table.in_flight < most and self.live and not (table.in_flight and self._waiting):
-                self._launch()
+            while table.in_flight < most and self.live and not (table.in_flight and self._waiting) and self._launch():
+                pass
             table.wait()
             with interrupts_held():
                 self._in_flight.popleft()
@@ -254,7 +252,8 @@ class Scheduler:
         told = self._told[numbers[places]]
         return ServedSteps(served, places, self._requests[numbers[places]].tolist(), told)
 
-    def _launch(self) -> None:
+    def _launch(self) -> bool:
+        """Launch a step, unless all are expected to have ended by then."""
         with interrupts_held():
             while self._waiting and (not self._table.is_full or self._grow()):
                 request = self._waiting.popleft()
@@ -262,26 +261,29 @@ class Scheduler:
                 self._placed(request)
         columns = self._expected()
         asked = wanted(columns)
-        groups = asked.group[asked.running]
+        groups = asked.group[asked.running].tolist()
+        if not groups:
+            return False
         while len(self._turns) < len(self._groups):
             self._turns.append(0)
-        group = min(groups.tolist() or [0], key=self._turns.__getitem__)
+        group = min(groups, key=self._turns.__getitem__)
         asks = asked.running & (asked.group == group)
         length = asked.end - asked.begin
         decides, fills = asks & ~asked.fills, asks & asked.fills
         deciding, prompts = int(length[decides].sum()), int(length[fills].sum())
         kinds = self._beside(group, [kind for kind in self._kinds if kind.group == group])
-        needed, block, own_rows = _needed(kinds)
+        needed, _, own_rows = _needed(kinds)
         rows = min(max(int(asked.rows[decides].sum()), own_rows), deciding or own_rows)
         least = max(needed, min(deciding, self._most_tokens))
         most = max(least, min(deciding + prompts, self._most_tokens))
         marked = bool(asked.marked[decides].any())
-        phase = _phase(kinds, marked=marked)
-        blocks, rows = self._room(phase, least, most, rows, kinds, several=deciding > 0 and prompts > 0)
-        self._table.launch(phase, group, blocks, block, rows, marked=marked)
+        asking = partial(Room.of, _phase(kinds, marked=marked), int(asks.sum()))
+        room = self._room(asking, least, most, rows, kinds, several=deciding > 0 and prompts > 0)
+        self._table.launch(room, group, marked=marked)
         self._launches += 1
         self._turns[group] = self._launches
-        self._in_flight.append(_InFlight(group, marked, blocks * block, rows))
+        self._in_flight.append(_InFlight(group, marked, room.tokens, room.rows))
+        return True
 
     def _expected(self) -> NDArray[np.int64]:
         """The table as it will be when what is in flight has ended: requests decide what they have to, or what is usual."""
@@ -304,21 +306,23 @@ class Scheduler:
         return True
 
     def _room(
-        self, phase: Phase, least: int, most: int, rows: int, kinds: Collection[_Kind], *, several: bool
-    ) -> tuple[int, int]:
-        """Blocks and rows to decide of the next step: as many as are asked for, fit, and delay nobody too long."""
+        self, asking: Callable[[int, int, int], Room], least: int, most: int, rows: int, kinds: Collection[_Kind], *,
+        several: bool,
+    ) -> Room:  # fmt: skip
+        """The room of the next step: for as many tokens and rows to decide as are asked for, fit, and delay nobody too long."""
         table, (needed, block, own_rows) = self._table, _needed(kinds)
         fewest, blocks, own = _rung(needed, block), _rung(most, block), _rung(least, block)
-        table.cover(phase, own, block, rows)
-        while blocks > fewest and not table.fits(phase, blocks, block, rows):
+        alone = Room.of(asking(fewest, block, own_rows).phase, 1, fewest, block, own_rows)
+        table.cover(asking(own, block, rows))
+        while blocks > fewest and not table.fits(asking(blocks, block, rows)):
             blocks = max(_below(blocks), fewest)
-        if blocks <= fewest and not table.fits(phase, blocks, block, rows):
-            rows = min(rows, own_rows)  # of one request, as it was admitted
+        if blocks <= fewest and not table.fits(asking(blocks, block, rows)):
+            return alone
         if several:
-            limit = max(self._delay_ms, table.predicted_ms(phase, min(own, blocks), block, rows))
-            while blocks > own and table.predicted_ms(phase, blocks, block, rows) > limit:
+            limit = max(self._delay_ms, table.predicted_ms(asking(min(own, blocks), block, rows)))
+            while blocks > own and table.predicted_ms(asking(blocks, block, rows)) > limit:
                 blocks = max(_below(blocks), own)
-        return blocks, decided(rows, blocks * block)
+        return asking(blocks, block, rows)
 
 
 def _go_on(columns: NDArray[np.int64], step: _InFlight, usual: int) -> None:

@@ -185,12 +185,11 @@ class Session(ClosesOnExit):
             if not count:
                 more = demand_of(rows[0], table.holes)
                 self._runner.check(scheduler.sizes(rows, more), more=more)  # says what is missing
-            ladder = [step for step in scheduler.ladder(rows, count) if table.fits(step[0], *step[3:])]
-        for number, step in enumerate(ladder, start=1):
-            phase, group, marked, blocks, block, decides = step
-            progress(f"step {number} of {len(ladder)}: {blocks * block:,} tokens, {decides:,} rows to decide")
+            ladder = [step for step in scheduler.ladder(rows, count) if table.fits(step[0])]
+        for number, (room, group, marked) in enumerate(ladder, start=1):
+            progress(f"step {number} of {len(ladder)}: {room.tokens:,} tokens, {room.rows:,} rows to decide")
             with interrupts_held(), self._runner.exclusive(), interrupts_let_through():
-                table.rehearse(phase, group, blocks, block, decides, marked=marked)
+                table.rehearse(room, group, marked=marked)
         with interrupts_held(), self._runner.exclusive():
             table.rest()
         return count

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from time import perf_counter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mosaic.runtime.host_copy import Arriving
     from mosaic.runtime.state_rows import OwnedRows
 
-__all__ = ["ROWS", "RequestTable", "Served"]
+__all__ = ["ROWS", "RequestTable", "Room", "Served"]
 
 ROWS: Final = 16
 """Rows that a table begins with; it doubles when all are taken."""
@@ -77,6 +77,62 @@ class Served:
     score: NDArray[np.float32]
     plan: Plan
     seconds: float
+
+
+class Room(NamedTuple):
+    """What a step has room for: windows, blocks of so many tokens, and rows to decide."""
+
+    phase: Phase
+    windows: int
+    blocks: int
+    block: int
+    rows: int
+
+    @classmethod
+    def of(cls, phase: Phase, requests: int, blocks: int, block: int, rows: int) -> Room:
+        """Return room for at least so many requests and rows, in one of few numbers of windows and rows."""
+        windows = min([count for count in _windows(blocks) if count >= requests], default=blocks)
+        return cls(phase, windows, blocks, block, decided(rows, blocks * block))
+
+    @classmethod
+    def ladder(cls, phase: Phase, requests: int, blocks: int, block: int, own_rows: int) -> list[Room]:
+        """Return all rooms of so many blocks for up to so many requests, each of which decides up to `own_rows` rows."""
+        found = dict[Room, None]()
+        for count in {min(windows, requests) for windows in _windows(blocks)}:
+            least, most = (decided(rows, blocks * block) for rows in (own_rows, own_rows * count))
+            for rows in decisions(blocks * block):
+                if least <= rows <= most:
+                    found[cls.of(phase, count, blocks, block, rows)] = None
+        return list(found)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step."""
+        return self.blocks * self.block
+
+
+def _windows(blocks: int) -> list[int]:
+    """The numbers of windows of steps of so many blocks: a quarter of the next larger one."""
+    found = [blocks]
+    while found[-1] > 1:
+        found.append(-(-found[-1] // 4))
+    return found
+
+
+def decided(rows: int, tokens: int) -> int:
+    """Return the rows to decide that a step of some tokens has room for, of at least `rows`: one of few numbers.
+
+    >>> decided(4, 64), decided(300, 1024), decided(700, 1024), decided(0, 8192)
+    (64, 512, 768, 1024)
+    """
+    return next(found for found in decisions(tokens) if found >= min(rows, tokens))
+
+
+def decisions(tokens: int) -> list[int]:
+    """Return all that `decided` returns for steps of so many tokens, ascending."""
+    if tokens <= MOST_DOUBLED:  # unembedding them all takes as long as unembedding one
+        return [tokens]
+    return [-(-tokens * share // DECIDED[-1]) for share in DECIDED]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,71 +295,69 @@ class RequestTable:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def size(self, phase: Phase, blocks: int, block: int, rows: int, states: Iterable[tuple[State, int]]) -> StepSize:
-        """Return the size of a step with room for `blocks` blocks of tokens and `rows` rows to decide, beside rows of states."""
-        taken = dict(states)
-        owned = max(taken.get(KV, 0) // blocks, block)
+    def size(self, room: Room, states: Iterable[tuple[State, int]]) -> StepSize:
+        """Return the size of a step with this room, beside rows of states."""
+        taken, (phase, windows, blocks, block, rows) = dict(states), room
+        lengths = [block * (blocks // windows + int(number < blocks % windows)) for number in range(windows)]
+        owned = max(taken.get(KV, 0) // windows, lengths[0])
         return StepSize(
-            phase=phase, windows=(block,) * blocks, keys=(owned,) * blocks, rows=decided(rows, blocks * block),
-            extents=max(taken.get(HELD_EXTENTS, 0), 1), states={**taken, KV: max(taken.get(KV, 0), owned)}, exact=True,
+            phase=phase, windows=tuple(lengths), keys=(owned,) * windows, rows=rows, extents=max(taken.get(HELD_EXTENTS, 0), 1),
+            states={**taken, KV: max(taken.get(KV, 0), owned)}, exact=True,
         )  # fmt: skip
 
     def beside(self, more: Mapping[State, int]) -> frozenset[tuple[State, int]]:
         """Return the rows of each state once `more` are taken."""
         return frozenset(self._engine.states_with(more).items())
 
-    def fits(
-        self, phase: Phase, blocks: int, block: int, rows: int, states: frozenset[tuple[State, int]] | None = None
-    ) -> bool:
+    def fits(self, room: Room, states: frozenset[tuple[State, int]] | None = None) -> bool:
         """Return whether such a step fits the budget beside rows of states, by default those that are planned for; found once."""
-        asked = phase, blocks, block, decided(rows, blocks * block), self.planned if states is None else states
+        asked = room, self.planned if states is None else states
         return self._fitting.find(asked, lambda: all(map(self._engine.plans.fits_exactly, self.size(*asked).graphs)))
 
-    def admits(self, phase: Phase, blocks: int, block: int, rows: int, more: Mapping[State, int]) -> bool:
+    def admits(self, room: Room, more: Mapping[State, int]) -> bool:
         """Return whether such a step fits the budget once `more` rows of states are taken."""
         states = self._engine.states_with(more)
-        if _within(states, dict(self.planned)) and self.fits(phase, blocks, block, rows):
+        if _within(states, dict(self.planned)) and self.fits(room):
             return True
-        return any(self.fits(phase, blocks, block, rows, found) for found in _roundings(states))
+        return any(self.fits(room, found) for found in _roundings(states))
 
-    def cover(self, phase: Phase, blocks: int, block: int, rows: int, more: Mapping[State, int] = NO_ROWS) -> None:
+    def cover(self, wanted: Room, more: Mapping[State, int] = NO_ROWS) -> None:
         """Plan steps from now on for the rows of states that there are once `more` are taken, and for as many as there were.
 
-        If less than half is taken and a step of so many blocks does not fit beside the rest, steps go without the rest. So do
-        they where what is taken leaves no room for it.
+        If less than half is taken and the `wanted` step does not fit beside the rest, steps go without the rest. So do they where
+        what is taken leaves no room for it.
         """
         states, before = self._engine.states_with(more), dict(self.planned)
         emptier = 2 * sum(states.values()) < sum(before.values())
-        if _within(states, before) and (not emptier or self.fits(phase, blocks, block, rows)):
+        if _within(states, before) and (not emptier or self.fits(wanted)):
             return
-        most = {state: max(count, before.get(state, 0)) for state, count in {**before, **states}.items()}
+        most = {state: max(count, states.get(state, 0)) for state, count in {**states, **before}.items()}
         tried = [*([] if emptier else _roundings(most)), *_roundings(states)]
-        self.planned = next((found for found in tried if self.fits(phase, blocks, block, rows, found)), tried[-1])
+        self.planned = next((found for found in tried if self.fits(wanted, found)), tried[-1])
 
-    def rehearse(self, phase: Phase, group: int, blocks: int, block: int, rows: int, *, marked: bool) -> None:
+    def rehearse(self, room: Room, group: int, *, marked: bool) -> None:
         """Plan, compile and capture a step, which serves nobody."""
-        self.predicted_ms(phase, blocks, block, rows)
-        step = self._step(0, 0, group, marked, phase, blocks, block, rows)
+        self.predicted_ms(room)
+        step = self._step(0, 0, group, marked, room)
         for _ in range(1 if self._engine.device.type == "cpu" else 2):  # the second run of a step captures it
             self._engine.run(step)
 
-    def predicted_ms(self, phase: Phase, blocks: int, block: int, rows: int) -> float:
+    def predicted_ms(self, room: Room) -> float:
         """Return how long the plan of such a step says that it takes; found once, whatever the states hold."""
-        asked = phase, blocks, block, decided(rows, blocks * block)
 
         def predict() -> float:
-            return self._engine.plans.plan(self.size(*asked, self.planned)).predicted_step_ms
+            return self._engine.plans.plan(self.size(room, self.planned)).predicted_step_ms
 
-        return self._predicted.find(asked, predict)
+        return self._predicted.find(room, predict)
 
-    def launch(self, phase: Phase, group: int, blocks: int, block: int, rows: int, *, marked: bool = False) -> None:
-        """Launch a step of this size, for whoever of a group it has room for, of those who need a marked step only if it is one.
+    def launch(self, room: Room, group: int, *, marked: bool = False) -> None:
+        """Launch a step with this room, for whoever of a group it suffices for, of those who need a marked step only if it is one.
         After one that was interrupted, every step has been read."""
         started = perf_counter()
         if not self.is_sure:
             self._undo()
         self.is_sure = False
-        ran = self._engine.run(self._step(self.first, len(self.columns), group, marked, phase, blocks, block, rows))
+        ran = self._engine.run(self._step(self.first, len(self.columns), group, marked, room))
         with interrupts_held():
             arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS])
             self._sides.reverse()
@@ -318,18 +372,15 @@ class RequestTable:
             at, length = self.columns[number, [Column.CANVAS, Column.LENGTH]].tolist()
             self._unsent.setdefault(number, []).append((CANVAS, at, self.tokens[at : at + length]))
 
-    def _step(
-        self, first: int, count: int, group: int, marked: bool, phase: Phase, blocks: int, block: int, rows: int
-    ) -> _TableStep:
+    def _step(self, first: int, count: int, group: int, marked: bool, room: Room) -> _TableStep:
         """The step that looks at `count` rows of the table; made once."""
-        asked = phase, blocks, block, decided(rows, blocks * block), self.planned
 
         def make() -> _TableStep:
-            size = self.size(*asked)
-            room = first, count, size.tokens, size.rows, size.extents, group, int(marked)
-            return _TableStep(size=size, inputs={"room": Numbers(room, "int64", 7)}, table=self)
+            size = self.size(room, self.planned)
+            given = first, count, size.tokens, size.rows, size.extents, group, int(marked)
+            return _TableStep(size=size, inputs={"room": Numbers(given, "int64", 7)}, table=self)
 
-        return self._steps.find((first, count, group, marked, *asked), make)
+        return self._steps.find((first, count, group, marked, room, self.planned), make)
 
     def send(self) -> None:
         """Write what has entered and left."""
@@ -371,26 +422,6 @@ class RequestTable:
             report=report, steps=self.steps[numbers], canvas_rows=self.columns[numbers, Column.CANVAS], decided_rows=decided,
             chosen=chosen, committed=taken, score=score, plan=plan, seconds=perf_counter() - started,
         )  # fmt: skip
-
-
-def decided(rows: int, tokens: int) -> int:
-    """Return the rows to decide that a step of some tokens has room for, of at least `rows`: one of few numbers.
-
-    >>> decided(4, 64), decided(300, 1024), decided(700, 1024), decided(0, 8192)
-    (64, 512, 768, 1024)
-    """
-    return next(found for found in decisions(tokens) if found >= min(rows, tokens))
-
-
-def decisions(tokens: int) -> list[int]:
-    """Return all that `decided` returns for steps of so many tokens, ascending.
-
-    >>> decisions(64), decisions(1024)
-    ([64], [128, 256, 512, 768, 1024])
-    """
-    if tokens <= MOST_DOUBLED:  # unembedding them all takes as long as unembedding one
-        return [tokens]
-    return [-(-tokens * share // DECIDED[-1]) for share in DECIDED]
 
 
 def _within(states: Mapping[State, int], planned: Mapping[State, int]) -> bool:
