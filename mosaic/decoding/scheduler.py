@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mosaic.decoding.rows import TableRow
     from mosaic.decoding.tabled import TabledRequest
     from mosaic.models.state import State
-    from mosaic.runtime.request_table import RequestTable, Served
+    from mosaic.runtime.request_table import Launched, RequestTable, Served
     from mosaic.runtime.steps import StepRunner
 
 __all__ = ["DELAY_MS", "MOST_TOKENS", "Scheduler"]
@@ -56,15 +56,6 @@ class _Kind(NamedTuple):
     phase: Phase
     tokens: int
     block: int
-
-
-class _InFlight(NamedTuple):
-    """A step that is on its way: of which group, whether it is marked, and its room."""
-
-    group: int
-    marked: bool
-    tokens: int
-    rows: int
 
 
 class Scheduler:
@@ -98,7 +89,6 @@ class Scheduler:
         self._groups: dict[tuple[CachePolicy, Cut | None], int] = {(KEPT, None): 0}
         self._turns: list[int] = [0]  # by group, the launch in which it had its last one
         self._launches = self._deciding = self._decided = 0
-        self._in_flight: deque[_InFlight] = deque()
         self._served: ServedSteps | None = None
         self.in_vain = 0
 
@@ -228,11 +218,10 @@ class Scheduler:
         table = self._table
         while self._served is None:
             most = AHEAD if self._runner.asynchronous and table.is_sure else 1
-            while table.in_flight < most and self.live and not (table.in_flight and self._waiting) and self._launch():
+            while len(table.launched) < most and self.live and not (table.launched and self._waiting) and self._launch():
                 pass
             table.wait()
             with interrupts_held():
-                self._in_flight.popleft()
                 self._served = self._of_live(table.read())
         return self._served
 
@@ -282,13 +271,12 @@ class Scheduler:
         self._table.launch(room, group, marked=marked)
         self._launches += 1
         self._turns[group] = self._launches
-        self._in_flight.append(_InFlight(group, marked, room.tokens, room.rows))
         return True
 
     def _expected(self) -> NDArray[np.int64]:
         """The table as it will be when what is in flight has ended: requests decide what they have to, or what is usual."""
         columns = self._table.columns
-        for step in self._in_flight:
+        for step in self._table.launched:
             columns = columns.copy()
             _go_on(columns, step, self._decided // max(self._deciding, 1))
         return columns
@@ -325,7 +313,7 @@ class Scheduler:
         return asking(blocks, block, rows)
 
 
-def _go_on(columns: NDArray[np.int64], step: _InFlight, usual: int) -> None:
+def _go_on(columns: NDArray[np.int64], step: Launched, usual: int) -> None:
     """Move a table on by a step, as far as the host can say: requests decide as many tokens as they have to, or as is usual."""
     asked, column = wanted(columns), columns.T
     asks = asked.running & (asked.group == step.group) & (~asked.marked | step.marked)
@@ -333,11 +321,11 @@ def _go_on(columns: NDArray[np.int64], step: _InFlight, usual: int) -> None:
     length = asked.end - asked.begin
     decides = order[(asks & ~asked.fills)[order]]
     tokens = np.cumsum(length[decides])
-    fit = (tokens <= step.tokens) & (np.cumsum(asked.rows[decides]) <= step.rows)
+    fit = (tokens <= step.room.tokens) & (np.cumsum(asked.rows[decides]) <= step.room.rows)
     served, used = decides[fit], int(tokens[fit][-1]) if fit.any() else 0
     fills = order[(asks & asked.fills)[order]]
     before = np.cumsum(length[fills]) - length[fills]
-    given = np.clip(step.tokens - used - before, 0, length[fills])
+    given = np.clip(step.room.tokens - used - before, 0, length[fills])
     column[Column.WRITTEN, fills] += given // column[Column.BLOCK, fills] * column[Column.BLOCK, fills]
     least = quotas(columns[served])
     exactly = (column[Column.THRESHOLD, served] == _NEVER) | (column[Column.IN_ORDER, served] != 0)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mosaic.runtime.host_copy import Arriving
     from mosaic.runtime.state_rows import OwnedRows
 
-__all__ = ["ROWS", "RequestTable", "Room", "Served"]
+__all__ = ["ROWS", "Launched", "RequestTable", "Room", "Served"]
 
 ROWS: Final = 16
 """Rows that a table begins with; it doubles when all are taken."""
@@ -135,6 +135,17 @@ def decisions(tokens: int) -> list[int]:
     return [-(-tokens * share // DECIDED[-1]) for share in DECIDED]
 
 
+class Launched(NamedTuple):
+    """A step that was launched and not read: its results on their way, its room, whom it serves, its plan, and when it began."""
+
+    arriving: Arriving
+    room: Room
+    group: int
+    marked: bool
+    plan: Plan
+    started: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class _TableStep(PackedStep):
     """A step whose requests are on the device already: the host writes what has entered and left since the last one."""
@@ -180,7 +191,8 @@ class RequestTable:
         self._whole = False  # whether all rows of the table are unsent
         self._unsent: dict[int, list[tuple[State, int, NDArray[np.int64]]]] = {}  # by row of the table: rows of others
         self._sides = [HostCopy(), HostCopy()]
-        self._launched: deque[tuple[Arriving, Plan, float]] = deque()
+        self.launched: deque[Launched] = deque()
+        """Steps that were launched and not read, in order."""
         self._steps: Recent[Hashable, _TableStep] = Recent(KEPT_STEPS)
         self._predicted: Recent[Hashable, float] = Recent(KEPT_STEPS)
         self._fitting: Recent[Hashable, bool] = Recent(KEPT_STEPS)
@@ -204,11 +216,6 @@ class RequestTable:
         return len(self._engine.table(KV).free)
 
     @property
-    def in_flight(self) -> int:
-        """Steps that were launched and not read."""
-        return len(self._launched)
-
-    @property
     def rows_to_open(self) -> int:
         """The rows that the first request to enter takes for the table."""
         return 0 if self.is_open else len(self.columns)
@@ -227,7 +234,7 @@ class RequestTable:
     def grow(self) -> bool:
         """Double the table, if it has no more than half of `MOST_ROWS`, every step has been read, and there is memory."""
         rows = len(self.columns)
-        if self._launched or 2 * rows > MOST_ROWS:
+        if self.launched or 2 * rows > MOST_ROWS:
             return False
         self._own.close()
         self.columns = np.concatenate([self.columns, np.zeros_like(self.columns)])
@@ -278,7 +285,7 @@ class RequestTable:
 
     def close(self) -> None:
         """Give the session's rows back."""
-        self._launched.clear()
+        self.launched.clear()
         self._unsent.clear()
         self._own.close()
 
@@ -361,7 +368,7 @@ class RequestTable:
         with interrupts_held():
             arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS])
             self._sides.reverse()
-            self._launched.append((arriving, ran.plan, started))
+            self.launched.append(Launched(arriving, room, group, marked, ran.plan, started))
             self._count += 1
             self.is_sure = True
 
@@ -402,12 +409,12 @@ class RequestTable:
         DeviceLost
             If the device stopped meanwhile.
         """
-        self._launched[0][0].wait()
+        self.launched[0].arriving.wait()
 
     def read(self) -> Served:
         """Take what the first step that was launched reports; the caller has waited for it, and holds signals back."""
-        arriving, plan, started = self._launched.popleft()
-        report, *of_rows = (tensor.numpy() for tensor in arriving.wait())
+        step = self.launched.popleft()
+        report, *of_rows = (tensor.numpy() for tensor in step.arriving.wait())
         self._read += 1
         report = report[report[:, Reported.ROW] >= 0].copy()
         report[:, Reported.ROW] -= self.first
@@ -420,7 +427,7 @@ class RequestTable:
         self._free_rows()
         return Served(
             report=report, steps=self.steps[numbers], canvas_rows=self.columns[numbers, Column.CANVAS], decided_rows=decided,
-            chosen=chosen, committed=taken, score=score, plan=plan, seconds=perf_counter() - started,
+            chosen=chosen, committed=taken, score=score, plan=step.plan, seconds=perf_counter() - step.started,
         )  # fmt: skip
 
 
