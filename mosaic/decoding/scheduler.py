@@ -154,7 +154,7 @@ class Scheduler:
         most = bisect_left(range(1, requests + 1), True, key=lambda count: not fits(count))
         for row in rows if most else ():
             for room in self._shared([row] * most):
-                self._table.cover(room, more(most))
+                self._table.cover(room, room, more(most))
         while len(self._table.columns) < most and self._grow():
             pass
         return most
@@ -218,7 +218,9 @@ class Scheduler:
         table = self._table
         while self._served is None:
             most = AHEAD if self._runner.asynchronous and table.is_sure else 1
-            while len(table.launched) < most and self.live and not (table.launched and self._waiting) and self._launch():
+            while (
+                len(table.launched) < most and self.live and not (table.launched and self._waiting) and self._launch()
+            ):
                 pass
             table.wait()
             with interrupts_held():
@@ -301,7 +303,7 @@ class Scheduler:
         table, (needed, block, own_rows) = self._table, _needed(kinds)
         fewest, blocks, own = _rung(needed, block), _rung(most, block), _rung(least, block)
         alone = Room.of(asking(fewest, block, own_rows).phase, 1, fewest, block, own_rows)
-        table.cover(asking(own, block, rows))
+        table.cover(alone, asking(own, block, rows))
         while blocks > fewest and not table.fits(asking(blocks, block, rows)):
             blocks = max(_below(blocks), fewest)
         if blocks <= fewest and not table.fits(asking(blocks, block, rows)):

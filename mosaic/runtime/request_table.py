@@ -328,19 +328,20 @@ class RequestTable:
             return True
         return any(self.fits(room, found) for found in _roundings(states))
 
-    def cover(self, wanted: Room, more: Mapping[State, int] = NO_ROWS) -> None:
+    def cover(self, least: Room, wanted: Room, more: Mapping[State, int] = NO_ROWS) -> None:
         """Plan steps from now on for the rows of states that there are once `more` are taken, and for as many as there were.
 
-        If less than half is taken and the `wanted` step does not fit beside the rest, steps go without the rest. So do they where
-        what is taken leaves no room for it.
+        If the `least` step does not fit beside them, or less than half is taken and the `wanted` one does not fit, steps go without
+        what is not taken.
         """
         states, before = self._engine.states_with(more), dict(self.planned)
         emptier = 2 * sum(states.values()) < sum(before.values())
-        if _within(states, before) and (not emptier or self.fits(wanted)):
+        if _within(states, before) and self.fits(wanted if emptier else least):
             return
         most = {state: max(count, states.get(state, 0)) for state, count in {**states, **before}.items()}
         tried = [*([] if emptier else _roundings(most)), *_roundings(states)]
-        self.planned = next((found for found in tried if self.fits(wanted, found)), tried[-1])
+        fitting = (found for room in (wanted, least) for found in tried if self.fits(room, found))
+        self.planned = next(fitting, tried[-1])
 
     def rehearse(self, room: Room, group: int, *, marked: bool) -> None:
         """Plan, compile and capture a step, which serves nobody."""
