@@ -12,6 +12,7 @@ from mosaic.decoding.algorithm import Algorithm
 from mosaic.decoding.config import ALGORITHMS, GenerationConfig, resolve
 from mosaic.decoding.rows import OF_TABLE, TableRow
 from mosaic.models.architecture import Architecture
+from mosaic.models.parts import CANVAS
 from mosaic.models.step import StepSize
 from mosaic.registrar.request_table import STOPS
 from mosaic.runtime.sharing import SharedSizes
@@ -81,8 +82,10 @@ def shapes(
         largest_steps(found, architecture, length, number) for length, number in zip(prompt_lens, asked, strict=True)
     ]
     for sizes, length in zip(each, prompt_lens, strict=True):
-        if table_row(found, architecture, length) is not None:
-            sizes[:] = [replace(size, states={**size.states, **OF_TABLE}) for size in sizes]
+        row = table_row(found, architecture, length)
+        if row is not None:
+            taken = {CANVAS: row.length, **OF_TABLE}
+            sizes[:] = [replace(size, states={**size.states, **taken}) for size in sizes]
     return shared_sizes(each)
 
 
