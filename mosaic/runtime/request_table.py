@@ -232,7 +232,7 @@ class RequestTable:
         """Return the size of a step with room for so many blocks of tokens and so many rows to decide, beside the rows of states
         that are taken, and `more`."""
         states = self._engine.states_with({REQUESTS: self.rows_to_open, **(more or {})})
-        owned = max(states.get(KV, 0) // blocks, block)
+        owned = max(-(-states.get(KV, 0) // blocks), block)  # all keys are counted: they may all be ranked
         return StepSize(
             phase=phase, windows=(block,) * blocks, keys=(owned,) * blocks, rows=min(rows, blocks * block),
             extents=max(states.get(HELD_EXTENTS, 0), 1), states={**states, KV: max(states.get(KV, 0), owned)},
