@@ -23,6 +23,7 @@ from mosaic.models.policies.policy import with_parts
 from mosaic.models.step import StepSize, bucket
 from mosaic.registrar.request_table import BY_BLOCKS, ENDED, Column, Reported
 from mosaic.runtime.interrupts import interrupts_held
+from mosaic.runtime.request_table import decided
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -106,14 +107,22 @@ class Scheduler:
         """Whether there is one."""
         return self.count > 0
 
+    def admits(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> bool:
+        """Return whether the smallest steps that serve any live request and these fit once `more` rows of states are taken."""
+        return all(self._table.admits(*least, more) for least in self._least(rows))
+
     def sizes(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> list[StepSize]:
-        """Return the smallest steps that serve any live request and these, one a group, beside `more` rows of states."""
+        """Return the sizes of these steps, one a group."""
+        return [self._table.size(*least, self._table.beside(more)) for least in self._least(rows)]
+
+    def _least(self, rows: Iterable[TableRow]) -> list[tuple[Phase, int, int, int]]:
+        """Of each group's smallest step that cannot be cut: its kind, blocks, tokens of a block and rows to decide."""
         kinds = [*self._kinds, *(kind for row in rows for kind in self._kinds_of(row))]
         found = []
         for group in {kind.group: None for kind in kinds}:
             mine = [kind for kind in kinds if kind.group == group]
             least, block, most = _needed(mine)
-            found.append(self._table.size(_phase(mine, marked=True), _rung(least, block), block, most, more))
+            found.append((_phase(mine, marked=True), _rung(least, block), block, most))
         return found
 
     def group_of(self, row: TableRow) -> int:
@@ -222,8 +231,7 @@ class Scheduler:
     def _grow(self) -> bool:
         """Make the table larger for those who wait, if the smallest step fits beside it then."""
         table = self._table
-        sizes = self.sizes((), {})
-        if not sizes or not self._runner.admits(sizes, more={REQUESTS: 3 * len(table.columns)}) or not table.grow():
+        if not self.admits((), {REQUESTS: 3 * len(table.columns)}) or not table.grow():
             return False
         more = len(table.columns) - len(self._live)
         self._requests = np.concatenate([self._requests, np.full(more, None, dtype=object)])
@@ -237,17 +245,17 @@ class Scheduler:
     ) -> tuple[int, int]:
         """Blocks and rows to decide of the next step: as many as are asked for, fit, and delay nobody too long."""
         table, (needed, block, own_rows) = self._table, _needed(kinds)
-        fewest, blocks = _rung(needed, block), _rung(most, block)
+        fewest, blocks, own = _rung(needed, block), _rung(most, block), _rung(least, block)
+        table.cover(phase, fewest, own, block, own_rows)
         while blocks > fewest and not table.fits(phase, blocks, block, rows):
             blocks = max(_below(blocks), fewest)
         if blocks <= fewest and not table.fits(phase, blocks, block, rows):
             rows = min(rows, own_rows)  # of one request, as it was admitted
         if several:
-            own = _rung(least, block)
             limit = max(self._delay_ms, table.predicted_ms(phase, min(own, blocks), block, rows))
             while blocks > own and table.predicted_ms(phase, blocks, block, rows) > limit:
                 blocks = max(_below(blocks), own)
-        return blocks, rows
+        return blocks, decided(rows, blocks * block)
 
 
 def _go_on(columns: NDArray[np.int64], step: _InFlight, usual: int) -> None:
