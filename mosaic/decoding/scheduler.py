@@ -158,7 +158,9 @@ class Scheduler:
         table = self._table
         while self._served is None:
             most = AHEAD if self._runner.asynchronous and table.is_sure else 1
-            while len(table.launched) < most and self.live and not (table.launched and self._waiting) and self._launch():
+            while (
+                len(table.launched) < most and self.live and not (table.launched and self._waiting) and self._launch()
+            ):
                 pass
             table.wait()
             with interrupts_held():

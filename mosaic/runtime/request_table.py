@@ -278,7 +278,9 @@ class RequestTable:
         """Return the size of a step with this room, beside rows of states."""
         taken, (phase, windows, blocks, block, rows) = dict(states), room
         lengths = [block * (blocks // windows + int(number < blocks % windows)) for number in range(windows)]
-        owned = max(taken.get(KV, 0) // windows, lengths[0])
+        owned = max(
+            -(-taken.get(KV, 0) // windows), lengths[0]
+        )  # so that all keys are counted, as a step may rank all of them
         return StepSize(
             phase=phase, windows=tuple(lengths), keys=(owned,) * windows, rows=rows, extents=max(taken.get(HELD_EXTENTS, 0), 1),
             states={**taken, KV: max(taken.get(KV, 0), owned)}, exact=True,
