@@ -51,7 +51,7 @@ def table_row(config: GenerationConfig, architecture: Architecture, prompt_len: 
     or there are more tokens that stop an answer than a table has room for.
     """
     describe = algorithm_of(config).row
-    waits = config.ahead is not None and config.remasking != "sequential"
+    waits = config.ahead is not None and config.remasking != "sequential" and config.eviction is None
     ranged = bool(architecture.windows) or architecture.rotary.kind == "dynamic" or architecture.shifted
     if describe is None or waits or ranged or len(architecture.eos_token_ids) > STOPS:
         return None

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from mosaic.models.parts import CANVAS, HELD_EXTENTS, KV, REQUESTS
+from mosaic.models.parts.cut import COUNT
 from mosaic.models.step import MOST_DOUBLED, StepSize, rounded_states
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import COLUMNS, RUNNING, Column, Reported
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from mosaic.models.phase import Phase
     from mosaic.models.state import State
     from mosaic.planner.plan import Plan
-    from mosaic.runtime.engine import Engine
+    from mosaic.runtime.engine import Engine, Ran
     from mosaic.runtime.executor import Executor
     from mosaic.runtime.host_copy import Arriving
     from mosaic.runtime.state_rows import OwnedRows
@@ -47,7 +48,8 @@ KEPT_STEPS: Final = 512
 DECIDED: Final = (1, 2, 4, 6, 8)
 """Eighths of a step's tokens that it has rows to decide for: unembedding takes a tenth of a step, and each number of rows is a plan
 more for every number of tokens."""
-_OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score")
+_OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score", COUNT)
+"""Of a step; the last is of one that is cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,13 +114,13 @@ def decided(rows: int, tokens: int) -> int:
 
 
 class Launched(NamedTuple):
-    """A step that was launched and not read: its results on their way, its room, whom it serves, its plan, and when it began."""
+    """A step that was launched and not read: its results on their way, its room, whom it serves, what ran, and when it began."""
 
     arriving: Arriving
     room: Room
     group: int
     marked: bool
-    plan: Plan
+    ran: Ran
     started: float
 
 
@@ -333,9 +335,9 @@ class RequestTable:
         self.is_sure = False
         ran = self._engine.run(self._step(self.first, len(self.columns), group, marked, room))
         with interrupts_held():
-            arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS])
+            arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS if name in ran.outputs])
             self._sides.reverse()
-            self.launched.append(Launched(arriving, room, group, marked, ran.plan, started))
+            self.launched.append(Launched(arriving, room, group, marked, ran, started))
             self._count += 1
             self.is_sure = True
 
@@ -382,6 +384,8 @@ class RequestTable:
         """Take what the first step that was launched reports; the caller has waited for it, and holds signals back."""
         step = self.launched.popleft()
         report, *of_rows = (tensor.numpy() for tensor in step.arriving.wait())
+        if step.ran.again is not None:
+            step.ran.again(int(of_rows.pop().item()))  # the next step has room for as many rows
         self._read += 1
         report = report[report[:, Reported.ROW] >= 0].copy()
         report[:, Reported.ROW] -= self.first
@@ -394,7 +398,7 @@ class RequestTable:
         self._free_rows()
         return Served(
             report=report, steps=self.steps[numbers], canvas_rows=self.columns[numbers, Column.CANVAS], decided_rows=decided,
-            chosen=chosen, committed=taken, score=score, plan=step.plan, seconds=perf_counter() - step.started,
+            chosen=chosen, committed=taken, score=score, plan=step.ran.plan, seconds=perf_counter() - step.started,
         )  # fmt: skip
 
 
