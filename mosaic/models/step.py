@@ -173,7 +173,13 @@ class StepSize:
     @property
     def guesses(self) -> bool:
         """Whether the second graph is launched before its size is known."""
-        return self.phase.cut is not None and self.phase.cut.guesses
+        return self.phase.cut is not None and (self.phase.cut.guesses or self.phase.tokens.alone)
+
+    @property
+    def least_kept(self) -> int:
+        """Rows that a guess leaves room for: over requests of a table those of a whole window, so that there is always one that need
+        not wait. It has a block, and in its first step the one before, too."""
+        return min(2 * max(self.windows), self.tokens) if self.phase.tokens.alone else 1
 
     @property
     def kind(self) -> Phase:

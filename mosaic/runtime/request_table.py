@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from mosaic.models.parts import CANVAS, HELD_EXTENTS, KV, REQUESTS
+from mosaic.models.parts.cut import COUNT
 from mosaic.models.step import MOST_DOUBLED, StepSize, rounded_states
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import COLUMNS, RUNNING, Column, Reported
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from mosaic.models.phase import Phase
     from mosaic.models.state import State
     from mosaic.planner.plan import Plan
-    from mosaic.runtime.engine import Engine
+    from mosaic.runtime.engine import Engine, Ran
     from mosaic.runtime.executor import Executor
     from mosaic.runtime.host_copy import Arriving
     from mosaic.runtime.state_rows import OwnedRows
@@ -49,7 +50,8 @@ DECIDED: Final = (1, 2, 4, 6, 8)
 """Eighths of a step's tokens that it has rows to decide for: unembedding takes a tenth of a step, and each number of rows is a plan
 more for every number of tokens."""
 NO_ROWS: Final[Mapping[State, int]] = MappingProxyType({})
-_OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score")
+_OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score", COUNT)
+"""Of a step; the last is of one that is cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,13 +138,13 @@ def decisions(tokens: int) -> list[int]:
 
 
 class Launched(NamedTuple):
-    """A step that was launched and not read: its results on their way, its room, whom it serves, its plan, and when it began."""
+    """A step that was launched and not read: its results on their way, its room, whom it serves, what ran, and when it began."""
 
     arriving: Arriving
     room: Room
     group: int
     marked: bool
-    plan: Plan
+    ran: Ran
     started: float
 
 
@@ -306,7 +308,9 @@ class RequestTable:
         """Return the size of a step with this room, beside rows of states."""
         taken, (phase, windows, blocks, block, rows) = dict(states), room
         lengths = [block * (blocks // windows + int(number < blocks % windows)) for number in range(windows)]
-        owned = max(taken.get(KV, 0) // windows, lengths[0])
+        owned = max(
+            -(-taken.get(KV, 0) // windows), lengths[0]
+        )  # so that all keys are counted, as a step may rank all of them
         return StepSize(
             phase=phase, windows=tuple(lengths), keys=(owned,) * windows, rows=rows, extents=max(taken.get(HELD_EXTENTS, 0), 1),
             states={**taken, KV: max(taken.get(KV, 0), owned)}, exact=True,
@@ -367,9 +371,9 @@ class RequestTable:
         self.is_sure = False
         ran = self._engine.run(self._step(self.first, len(self.columns), group, marked, room))
         with interrupts_held():
-            arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS])
+            arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS if name in ran.outputs])
             self._sides.reverse()
-            self.launched.append(Launched(arriving, room, group, marked, ran.plan, started))
+            self.launched.append(Launched(arriving, room, group, marked, ran, started))
             self._count += 1
             self.is_sure = True
 
@@ -416,6 +420,8 @@ class RequestTable:
         """Take what the first step that was launched reports; the caller has waited for it, and holds signals back."""
         step = self.launched.popleft()
         report, *of_rows = (tensor.numpy() for tensor in step.arriving.wait())
+        if step.ran.again is not None:
+            step.ran.again(int(of_rows.pop().item()))  # the next step has room for as many rows
         self._read += 1
         report = report[report[:, Reported.ROW] >= 0].copy()
         report[:, Reported.ROW] -= self.first
@@ -428,7 +434,7 @@ class RequestTable:
         self._free_rows()
         return Served(
             report=report, steps=self.steps[numbers], canvas_rows=self.columns[numbers, Column.CANVAS], decided_rows=decided,
-            chosen=chosen, committed=taken, score=score, plan=step.plan, seconds=perf_counter() - step.started,
+            chosen=chosen, committed=taken, score=score, plan=step.ran.plan, seconds=perf_counter() - step.started,
         )  # fmt: skip
 
 
