@@ -308,9 +308,7 @@ class RequestTable:
         """Return the size of a step with this room, beside rows of states."""
         taken, (phase, windows, blocks, block, rows) = dict(states), room
         lengths = [block * (blocks // windows + int(number < blocks % windows)) for number in range(windows)]
-        owned = max(
-            -(-taken.get(KV, 0) // windows), lengths[0]
-        )  # so that all keys are counted, as a step may rank all of them
+        owned = max(-(-taken.get(KV, 0) // windows), lengths[0])  # all keys are counted: a step may rank all of them
         return StepSize(
             phase=phase, windows=tuple(lengths), keys=(owned,) * windows, rows=rows, extents=max(taken.get(HELD_EXTENTS, 0), 1),
             states={**taken, KV: max(taken.get(KV, 0), owned)}, exact=True,
@@ -350,9 +348,7 @@ class RequestTable:
     def rehearse(self, room: Room, group: int, *, marked: bool) -> None:
         """Plan, compile and capture a step, which serves nobody."""
         self.predicted_ms(room)
-        step = self._step(0, 0, group, marked, room)
-        for _ in range(1 if self._engine.device.type == "cpu" else 2):  # the second run of a step captures it
-            self._engine.run(step)
+        self._engine.rehearse(self._step(0, 0, group, marked, room))
 
     def predicted_ms(self, room: Room) -> float:
         """Return how long the plan of such a step says that it takes; found once, whatever the states hold."""
