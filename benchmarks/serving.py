@@ -8,6 +8,7 @@
 planned and captured, then passes that are. A step is one call of `advance`. In a last pass, halfway, Python's calls of some
 steps are counted, and some are profiled: the device's time of a step is when any kernel runs, and what its wall time has beyond is
 the host's. `mixed` serves random traffic (`benchmarks.traffic`).
+`delay` lets a long prompt come to running requests, and `prefill` long prompts to an idle session (`benchmarks.prompts`).
 
 Weights are random. Writes
 `serving-<what>-<model>-<device>.json`.
@@ -31,6 +32,8 @@ from benchmarks.bench.meters import card, synchronise
 from benchmarks.cases import Clock, cut, device_of, options, tag_of, token_counts
 from benchmarks.eviction import NewSizes
 from benchmarks.floor import Floor
+from benchmarks.prompts import BEFORE, delays, prefills
+from benchmarks.prompts import PASSES as PREFILLS
 from benchmarks.record import environment, table, write
 from benchmarks.served import Meter
 from benchmarks.step_kernels import kernel_ms
@@ -41,6 +44,7 @@ from mosaic.errors import DoesNotFit
 from mosaic.models import load
 from mosaic.models.architecture import Architecture
 from mosaic.runtime.compiled import CompiledModel
+from mosaic.units import parse_tokens
 
 __all__ = ["MEASURES", "at_once", "header_of", "main", "rows_of"]
 
@@ -164,6 +168,12 @@ MIXED: Final = (
     "of predicted: median, 99th", "to submit, ms", "useful rows", "new sizes", "same answers", "refused",
 )  # fmt: skip
 
+DELAY: Final = (
+    "running", "prompt", "bound, ms", "between steps, ms", "longest, ms", "beside the prompt, ms", "longest, ms",
+    "predicted at most, ms", "prefill, s", "chunks", "tokens of a chunk", "new sizes",
+)  # fmt: skip
+PREFILL: Final = ("prompt", "tokens of a chunk", "chunks", "ms", "tokens/s", "of the whole", "of the floor")
+
 
 def _at_once_row(point: Mapping[str, Any]) -> list[str]:
     kernels = ", ".join(f"{ms:.1f}" for ms in point.get("kernels_ms", {}).values())
@@ -185,6 +195,22 @@ def _mixed_row(point: Mapping[str, Any]) -> list[str]:
         *_step_times(point), *_step_times(point, "latency_"), f"{point['large_steps']}", ", ".join(over),
         f"{point['submit_ms']:.2f}", f"{point['useful']:.1%}",
         *(f"{point[name]}" for name in ("new_sizes", "same_as_queued", "refused")),
+    ]  # fmt: skip
+
+
+def _delay_row(point: Mapping[str, Any]) -> list[str]:
+    times = ("before_ms", "before_most_ms", "during_ms", "during_most_ms", "predicted_most_ms")
+    return [
+        f"{point['running']}", f"{point['long']:,}", f"{point['max_delay_ms']:g}", *(f"{point[name]:.1f}" for name in times),
+        f"{point['prefill_s']:.2f}", f"{point['chunks']}", " to ".join(f"{tokens:,}" for tokens in point["chunk_tokens"]),
+        f"{point['new_sizes']}",
+    ]  # fmt: skip
+
+
+def _prefill_row(point: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{point['prompt']:,}", f"{point['chunk']:,}", f"{point['chunks']}", f"{1e3 * point['seconds']:.1f}",
+        f"{point['tokens_per_s']:,.0f}", f"{point['of_whole']:.3f}", f"{point['of_floor']:.2f}",
     ]  # fmt: skip
 
 
@@ -213,6 +239,15 @@ def _mixed_points(model: CompiledModel, device: Device, asked: argparse.Namespac
     yield from mixed(model, asked.requests, **_traffic_of(model, asked))
 
 
+def _delay_points(model: CompiledModel, device: Device, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for running in asked.counts:
+        yield delays(model, running, asked.long, prompt=asked.prompt, answer=asked.answer, **asked.options)
+
+
+def _prefill_points(model: CompiledModel, device: Device, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    yield from prefills(model, device, asked.lengths, asked.chunk, **asked.options)
+
+
 def _traffic_of(model: CompiledModel, asked: argparse.Namespace) -> dict[str, Any]:
     policies = asked.policies.split(",") if asked.policies else policies_of(model.architecture)
     return {
@@ -229,6 +264,15 @@ MEASURES: Final = {
     "mixed": Measure(
         "one pass of each kind; percentiles are of all steps and all requests", _mixed_points, MIXED,
         _mixed_row,
+    ),
+    "delay": Measure(
+        f"one pass, after one that is not counted; before it come {BEFORE} steps of the running requests alone",
+        _delay_points, DELAY, _delay_row,
+    ),
+    "prefill": Measure(
+        f"median of {PREFILLS} passes, after one that is not counted, each from the submission to the first step that decides, "
+        "without that step",
+        _prefill_points, PREFILL, _prefill_row,
     ),
 }  # fmt: skip
 
@@ -250,6 +294,11 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--counts", type=token_counts, default=COUNTS, help="requests at once")
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of each prompt, of requests at once")
     parser.add_argument("--answer", type=int, default=ANSWER, help="tokens of each answer, of requests at once")
+    parser.add_argument(
+        "--long", type=parse_tokens, default=16384, help="tokens of the prompt that comes to running requests"
+    )
+    parser.add_argument("--lengths", type=token_counts, default=(4096, 8192, 16384), help="of prefills")
+    parser.add_argument("--chunk", type=parse_tokens, default=2048, help="tokens of a chunk, of prefills")
     parser.add_argument("--requests", type=int, default=256, help="of traffic")
     parser.add_argument(
         "--prompts", type=token_counts, default=(64, 4096), help="the shortest and the longest, of traffic"

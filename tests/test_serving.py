@@ -12,7 +12,7 @@ import pytest
 from test_request_table import CONFIGS
 
 import mosaic
-from benchmarks import serving, traffic
+from benchmarks import prompts, serving, traffic
 from benchmarks.record import table
 from benchmarks.served import Meter
 from mosaic.decoding import GenerationConfig, Session, Submission
@@ -110,3 +110,23 @@ def test_who_never_fits_is_refused_and_keeps_nobody(sdar: CompiledModel) -> None
         while not found.is_over:
             found.step()
     assert (found.refused, sorted(found.answers), found.finishes) == ([6], [5, 9], ["length", "length"])
+
+
+@pytest.mark.soak
+def test_a_long_prompt_that_comes_to_running_requests_is_timed(sdar: CompiledModel) -> None:
+    """It comes in chunks, beside which the others have their steps."""
+    found = prompts.delays(sdar, 2, 512, prompt=5, answer=200, max_delay_ms=0.0, **WAY)
+    assert found["chunks"] > 1 and found["chunk_tokens"][1] < 512 and found["new_sizes"] == 0
+    assert 0 < found["before_ms"] <= found["before_most_ms"] and 0 < found["during_ms"] <= found["during_most_ms"]
+    assert found["during_most_ms"] < 1e3 * found["prefill_s"]
+    result = {"what": "delay", "points": [found]}
+    assert table(serving.header_of(result), [*serving.rows_of(result)]).count("\n") == 2
+
+
+@pytest.mark.soak
+def test_prefills_are_timed_whole_and_in_chunks(sdar: CompiledModel) -> None:
+    points = [*prompts.prefills(sdar, CPU, [64, 40], 16)]
+    assert [point["chunks"] for point in points] == [1, 4, 1, 3]
+    assert points[0]["of_whole"] == points[2]["of_whole"] == 1 and all(point["of_floor"] > 1 for point in points)
+    result = {"what": "prefill", "points": points}
+    assert table(serving.header_of(result), [*serving.rows_of(result)]).count("\n") == 5
