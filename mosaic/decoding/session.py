@@ -120,7 +120,7 @@ class Session(ClosesOnExit):
         self._scheduler = (
             None if self._table is None else Scheduler(runner, self._table, max_num_batched_tokens, max_delay_ms)
         )
-        self._least: StepSize | None = None  # of the table's steps, as other sessions are told
+        self._least: list[StepSize] = []  # of the table's steps, as other sessions are told
         self._tabled_last = False
 
     @property
@@ -242,8 +242,7 @@ class Session(ClosesOnExit):
         if self._scheduler is not None and self._table is not None:
             if tabled:
                 rows[REQUESTS] = self._table.rows_to_open
-            least = self._scheduler.size(tabled, rows)
-            sizes = [size for size in sizes if size is not self._least] + ([] if least is None else [least])
+            sizes = [size for size in sizes if size not in self._least] + self._scheduler.sizes(tabled, rows)
         return sizes, rows
 
     def _has_room(self, sizes: Sequence[StepSize], rows: Mapping[State, int]) -> bool:
@@ -263,8 +262,11 @@ class Session(ClosesOnExit):
         )
         decode = self._tokenizer().decode if is_text(described.submission.prompt) else None
         request: LiveRequest
-        if described.row is not None and self._table is not None:
-            request = TabledRequest(self._submitted, described.submission, canvas, described.row, self._table, decode)
+        if described.row is not None and self._table is not None and self._scheduler is not None:
+            group = self._scheduler.group_of(described.row)
+            request = TabledRequest(
+                self._submitted, described.submission, canvas, described.row, group, self._table, decode
+            )
         else:
             request = LiveRequest(self._submitted, described.submission, canvas, described.largest, decode)
         self._submitted += 1
@@ -296,12 +298,12 @@ class Session(ClosesOnExit):
         return True
 
     def _tell_least(self) -> None:
-        """Tell other sessions the smallest step that serves the table."""
+        """Tell other sessions the smallest steps that serve the table."""
         assert self._scheduler is not None
         self._shared.remove(self._scheduler)
-        self._least = self._scheduler.size((), {})
-        if self._least is not None:
-            self._shared.add(self._scheduler, [self._least])
+        self._least = self._scheduler.sizes((), {})
+        if self._least:
+            self._shared.add(self._scheduler, self._least)
 
     def advance(self, steps: int = 1) -> Steps:
         """Run up to `steps` steps, each for the group that has waited longest.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final
 
-__all__ = ["COLUMNS", "ENDED", "EOS", "LENGTH", "RUNNING", "STOPS", "Column", "Reported"]
+__all__ = ["COLUMNS", "ENDED", "EOS", "LENGTH", "MARKED_STEPS", "RUNNING", "STOPS", "Column", "Reported"]
 
 
 class Column(IntEnum):
@@ -54,24 +54,31 @@ class Column(IntEnum):
     TOP_P = 21
     CUTS = 22
     """Whether top-p and top-k cut what its tokens are drawn from, so that scores are of what is kept."""
-    WRITTEN = 23
+    GROUP = 23
+    """Requests of one group share steps. Prompts are written by steps of group 0."""
+    MARKS = 24
+    """Bit n: step n of a block needs what only some of the group's steps do; bit 62 stands for all later steps too."""
+    OWN = 25
+    """The row that it has of each of its policies' states, in the order of the phase's states; here and in the next three."""
+    WRITTEN = 29
     """Tokens of the prefix whose keys are written."""
-    START = 24
+    START = 30
     """Where the block begins that is decoded."""
-    BEFORE = 25
+    BEFORE = 31
     """Tokens before the block whose final keys the next step writes."""
-    NUMBER = 26
+    NUMBER = 32
     """Steps of the block so far."""
-    STEP = 27
+    STEP = 33
     """Steps so far that have decided, which random keys count."""
-    OPEN = 28
+    OPEN = 34
     """Positions of the block where nothing is decided."""
-    SERVED = 29
+    SERVED = 35
     """The turn in which it decided last, at first the one in which it came."""
 
 
-COLUMNS: Final = 30
+COLUMNS: Final = 36
 STOPS: Final = 4
+MARKED_STEPS: Final = 62
 RUNNING, ENDED = 1, 2
 BY_BLOCKS, REFRESHED, FROM_BLOCK = 0, 1, 2
 """Windows of a block's steps. By blocks: the block, in its first step with `BEFORE` tokens before it, over the keys up to its end.

@@ -257,14 +257,17 @@ class RequestTable:
 
         return self._predicted.find(key, predict)
 
-    def launch(self, phase: Phase, blocks: int, block: int, rows: int) -> None:
-        """Launch a step of this size, for whoever it has room for. After one that was interrupted, every step has been read."""
+    def launch(self, phase: Phase, group: int, blocks: int, block: int, rows: int, *, marked: bool = False) -> None:
+        """Launch a step of this size, for whoever of a group it has room for, of those who need a marked step only if it is one.
+        After one that was interrupted, every step has been read."""
         started = perf_counter()
         if not self.is_sure:
             self._undo()
         self.is_sure = False
-        key = phase, blocks, block, rows, self._engine.changes
-        ran = self._engine.run(self._steps.find(key, lambda: self._step(self.size(phase, blocks, block, rows))))
+        key = phase, group, marked, blocks, block, rows, self._engine.changes
+        ran = self._engine.run(
+            self._steps.find(key, lambda: self._step(self.size(phase, blocks, block, rows), group, marked))
+        )
         with interrupts_held():
             arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS])
             self._sides.reverse()
@@ -279,9 +282,9 @@ class RequestTable:
             at, length = self.columns[number, [Column.CANVAS, Column.LENGTH]].tolist()
             self._unsent.setdefault(number, []).append((CANVAS, at, self.tokens[at : at + length]))
 
-    def _step(self, size: StepSize) -> _TableStep:
-        room = self.first, len(self.columns), size.tokens, size.rows, size.extents
-        return _TableStep(size=size, inputs={"room": Numbers(room, "int64", 5)}, table=self)
+    def _step(self, size: StepSize, group: int, marked: bool) -> _TableStep:
+        room = self.first, len(self.columns), size.tokens, size.rows, size.extents, group, int(marked)
+        return _TableStep(size=size, inputs={"room": Numbers(room, "int64", 7)}, table=self)
 
     def send(self) -> None:
         """Write what has entered and left."""

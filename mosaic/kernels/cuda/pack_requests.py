@@ -24,11 +24,11 @@ def pack_requests_kernel(
     tl.constexpr, LANES: tl.constexpr, COMPARED: tl.constexpr, WINDOWS: tl.constexpr,
 ):  # fmt: skip
     first, count, tokens = tl.load(room), tl.load(room + 1), tl.load(room + 2)
-    rows, extents = tl.load(room + 3), tl.load(room + 4)
+    rows, extents, group, marked = tl.load(room + 3), tl.load(room + 4), tl.load(room + 5), tl.load(room + 6)
     lane = tl.arange(0, LANES)
     known = lane < count
     line = table + (first + lane) * C
-    decides, fills, start, end, keys, own_rows, own_extents, block, served = wants(line, known)
+    decides, fills, start, end, keys, own_rows, own_extents, block, served = wants(line, known, group, marked)
     key = served * LANES + lane
     turn = tl.max(served, 0) + 1
     # the prompt that came first, and what is kept for prompts
@@ -44,7 +44,7 @@ def pack_requests_kernel(
         number = other + tl.arange(0, COMPARED)
         there = number < count
         others, filling, its_start, its_end, _, its_rows, its_extents, _, its_turn = wants(
-            table + (first + number) * C, there
+            table + (first + number) * C, there, group, marked
         )
         earlier = (its_turn * LANES + number)[None, :] < key[:, None]
         length = its_end - its_start

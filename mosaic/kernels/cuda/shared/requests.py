@@ -12,14 +12,15 @@ C = tl.constexpr(COLUMNS)
 STATE, EXTENTS, PREFIX, LENGTH, BLOCK = (
     tl.constexpr(int(column)) for column in (Column.STATE, Column.EXTENTS, Column.PREFIX, Column.LENGTH, Column.BLOCK)
 )
-WINDOW, QUOTA, MORE, IN_ORDER = (
-    tl.constexpr(int(column)) for column in (Column.WINDOW, Column.QUOTA, Column.MORE, Column.IN_ORDER)
+WINDOW, QUOTA, MORE, IN_ORDER, GROUP, MARKS = (
+    tl.constexpr(int(column))
+    for column in (Column.WINDOW, Column.QUOTA, Column.MORE, Column.IN_ORDER, Column.GROUP, Column.MARKS)
 )
 WRITTEN, START, BEFORE, NUMBER, OPEN, SERVED = (
     tl.constexpr(int(column))
     for column in (Column.WRITTEN, Column.START, Column.BEFORE, Column.NUMBER, Column.OPEN, Column.SERVED)
 )
-RUNNING = tl.constexpr(request_table.RUNNING)
+RUNNING, MARKED_STEPS = tl.constexpr(request_table.RUNNING), tl.constexpr(request_table.MARKED_STEPS)
 BY_BLOCKS, FROM_BLOCK = tl.constexpr(request_table.BY_BLOCKS), tl.constexpr(request_table.FROM_BLOCK)
 
 
@@ -37,13 +38,17 @@ def quota_of(line, known):
 
 
 @triton.jit
-def wants(line, known):
-    """Of rows of the table: who decides, who reads its prompt, the window, the keys it sees, rows, extents, block and turn."""
+def wants(line, known, group, marked):
+    """Of rows of the table, in a step of a group, marked or not: who decides, who reads its prompt, the window, the keys it sees,
+    rows, extents, block and turn."""
     running = tl.load(line + STATE, mask=known, other=0) == RUNNING
     written, prefix = tl.load(line + WRITTEN, mask=known, other=0), tl.load(line + PREFIX, mask=known, other=0)
     start, length = tl.load(line + START, mask=known, other=0), tl.load(line + LENGTH, mask=known, other=0)
     block, window = tl.load(line + BLOCK, mask=known, other=1), tl.load(line + WINDOW, mask=known, other=0)
-    first, blocks = tl.load(line + NUMBER, mask=known, other=0) == 0, window == BY_BLOCKS
+    number = tl.load(line + NUMBER, mask=known, other=0)
+    first, blocks = number == 0, window == BY_BLOCKS
+    bit = (tl.load(line + MARKS, mask=known, other=0) >> tl.minimum(number, MARKED_STEPS)) & 1
+    mine = (tl.load(line + GROUP, mask=known, other=0) == group) & ((bit == 0) | (marked != 0))
     fills = written < prefix
     before = tl.load(line + BEFORE, mask=known, other=0)
     begin = tl.where(first, tl.where(blocks, start - before, 0), start)
@@ -54,7 +59,17 @@ def wants(line, known):
     rows = tl.where(ordered, tl.minimum(quota_of(line, known), open_), open_)
     begin, end = tl.where(fills, written, begin), tl.where(fills, prefix, end)
     extents, served = tl.load(line + EXTENTS, mask=known, other=0), tl.load(line + SERVED, mask=known, other=0)
-    return running & (written >= prefix), running & fills, begin, end, seen, rows, extents, block, served
+    return (
+        running & mine & (written >= prefix),
+        running & fills & (group == 0),
+        begin,
+        end,
+        seen,
+        rows,
+        extents,
+        block,
+        served,
+    )
 
 
 @triton.jit
