@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -18,7 +18,7 @@ from mosaic.decoding.scheduler import DELAY_MS
 from mosaic.devices import Device
 from mosaic.runtime.compiled import CompiledModel
 
-__all__ = ["delays", "prefills"]
+__all__ = ["BEFORE", "DELAY", "PASSES", "PREFILL", "delay_row", "delays", "prefill_row", "prefills"]
 
 BEFORE: Final = 32
 """Steps whose gaps a delay is compared with."""
@@ -133,3 +133,28 @@ def _prefilled(model: CompiledModel, length: int, chunk: int, floor: Floor, **mo
         "seconds": until_decided - statistics.median(after), "chunks": len(chunks),
         "floor_s": sum(step.floor_s(floor) for step in chunks),
     }  # fmt: skip
+
+
+DELAY: Final = (
+    "running", "prompt", "bound, ms", "between steps, ms", "longest, ms", "beside the prompt, ms", "longest, ms",
+    "predicted at most, ms", "prefill, s", "chunks", "tokens of a chunk", "new sizes",
+)  # fmt: skip
+PREFILL: Final = ("prompt", "tokens of a chunk", "chunks", "ms", "tokens/s", "of the whole", "of the floor")
+
+
+def delay_row(point: Mapping[str, Any]) -> list[str]:
+    """Return a point's row of the table."""
+    times = ("before_ms", "before_most_ms", "during_ms", "during_most_ms", "predicted_most_ms")
+    return [
+        f"{point['running']}", f"{point['long']:,}", f"{point['max_delay_ms']:g}", *(f"{point[name]:.1f}" for name in times),
+        f"{point['prefill_s']:.2f}", f"{point['chunks']}", " to ".join(f"{tokens:,}" for tokens in point["chunk_tokens"]),
+        f"{point['new_sizes']}",
+    ]  # fmt: skip
+
+
+def prefill_row(point: Mapping[str, Any]) -> list[str]:
+    """Return a point's row of the table."""
+    return [
+        f"{point['prompt']:,}", f"{point['chunk']:,}", f"{point['chunks']}", f"{1e3 * point['seconds']:.1f}",
+        f"{point['tokens_per_s']:,.0f}", f"{point['of_whole']:.3f}", f"{point['of_floor']:.2f}",
+    ]  # fmt: skip

@@ -220,9 +220,9 @@ class Scheduler:
         return columns
 
     def _grow(self) -> bool:
-        """Make the table larger for those who wait, if the smallest step fits beside it then."""
+        """Make the table larger for those who wait, if all that was admitted to any session fits beside it then."""
         table = self._table
-        sizes = self.sizes((), {})
+        sizes = self._runner.sharing().beside([self.sizes((), {})])
         if not sizes or not self._runner.admits(sizes, more={REQUESTS: 3 * len(table.columns)}) or not table.grow():
             return False
         more = len(table.columns) - len(self._live)
