@@ -23,6 +23,8 @@ __all__ = ["ABLATION", "LOOKED", "MEMORY", "VARIANTS", "ablated", "ablation_row"
 
 CANCELLED: Final = 0.01
 """How often a step is followed by the cancellation of a request."""
+BETWEEN: Final = 8
+"""Requests that are submitted between two steps, at most."""
 LOOKED: Final = 16
 """Steps from one look at the driver's counter to the next."""
 MOST_FAILURES: Final = 8
@@ -50,7 +52,7 @@ def overloaded(
     most = driver_bytes(cuda) or 0
     maps, failures, new = list[float](), list[str](), NewSizes(model)
     with Session(Meter(model, tabled=tabled)) as session:
-        run = Traffic(session, (Arrival(0.0, submission) for submission in draws))
+        run = Traffic(session, (Arrival(0.0, submission) for submission in draws), between=BETWEEN)
         pages = model.workspace.committed_bytes()
         while run.seconds < seconds and len(failures) < MOST_FAILURES:
             try:

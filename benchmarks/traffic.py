@@ -97,6 +97,13 @@ def poisson(submissions: Iterable[Submission], rate: float, seed: int) -> Iterat
 class Traffic:
     """A session, driven by requests that arrive. Who is not admitted waits, and all behind wait with them.
 
+    Parameters
+    ----------
+    session, arrivals
+        The session, and requests in the order in which they come.
+    between
+        The most that are submitted between two steps.
+
     Attributes
     ----------
     steps_ms
@@ -115,8 +122,8 @@ class Traffic:
         The most requests that were live together.
     """
 
-    def __init__(self, session: Session, arrivals: Iterable[Arrival]) -> None:
-        self._session, self._arrivals = session, iter(arrivals)
+    def __init__(self, session: Session, arrivals: Iterable[Arrival], between: int | None = None) -> None:
+        self._session, self._arrivals, self._between = session, iter(arrivals), between
         self._next = next(self._arrivals, None)
         self._began, self._live = time.perf_counter(), dict[LiveRequest, Arrival]()
         self.steps_ms, self.latencies_s = list[float](), list[float]()
@@ -149,7 +156,9 @@ class Traffic:
 
     def _submit(self) -> None:
         began = time.perf_counter()
-        while self._next is not None and self._next.at_s <= self.seconds:
+        for _ in count() if self._between is None else range(self._between):
+            if self._next is None or self._next.at_s > self.seconds:
+                break
             if self._session.admits(self._next.submission):
                 (request,) = self._session.submit_all([self._next.submission])
                 self._live[request] = self._next

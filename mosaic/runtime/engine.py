@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from mosaic.planner.plan_records import PlanRecords
     from mosaic.planner.planner import Planner, SizedStep
 
-KEPT_EXECUTORS: Final = 128
-"""Executors that are kept: they take host memory only. The bytes of their graphs are bounded by `GraphMemory`."""
+KEPT_EXECUTORS: Final = 512
+"""Executors that are kept, such as those of a session's ladder of steps: they take host memory only. The bytes of their graphs are
+bounded by `GraphMemory`."""
 KEPT_SIZES: Final = 256
 """Remembered sizes of two-graph steps all of whose graphs have plans."""
 CAPTURED_MS: Final = 500.0
@@ -215,11 +216,11 @@ class Engine:
         return self.states | with_more
 
     def scattered(self, sizes: Iterable[StepSize]) -> list[StepSize]:
-        """Return the same steps with as many extents of rows as their sequences may come to have."""
+        """Return the same steps with as many extents of rows as their sequences may come to have; `exact` ones have them."""
         found, now = [], {state: table.most_extents(0) for state, table in self._tables.items()}
         for size in sizes:
             kept = size.phase.cache.kept
-            extents = now[kept] + len(size.windows) if kept in now else 0
+            extents = now[kept] + len(size.windows) if kept in now and not size.exact else 0
             found.append(replace(size, extents=extents) if extents > size.extents else size)
         return found
 
@@ -340,7 +341,8 @@ class Engine:
         found = self._run(step.graph(), config)
         if isinstance(size, StepSize) and size.guesses:
             expected = self._counts.expected(size.phase, size.tokens)
-            kept = next((kept for kept in buckets if expected is not None and kept >= expected), buckets[-1])
+            least = buckets[-1] if expected is None else max(expected, size.least_kept)
+            kept = next((kept for kept in buckets if kept >= least), buckets[-1])
             again = partial(self._again, size, step, config, kept)
             return self._run(step.graph(kept), config)._replace(again=again)
         if isinstance(size, StepSize) and buckets[0] >= size.tokens:  # the only bucket holds all rows
@@ -373,11 +375,12 @@ class Engine:
         return True
 
     def _again(self, size: StepSize, step: PackedStep, config: Settings | None, kept: int, count: int) -> Ran | None:
-        """Run the second graph again if more rows are kept than it ran for: one that was too small changes nothing."""
+        """Run the second graph again if more rows are kept than it ran for: one that was too small changes nothing. Requests of a
+        table wait for a later step instead."""
         how = step.size.bucketed
         assert how is not None
         self._counts.note(size.phase, count, size.tokens)
-        if count <= kept:
+        if count <= kept or size.phase.tokens.alone:
             return None
         enough = how.bucket(count, step.buckets)
         _log.debug("%s rows are kept: the second graph ran for %s and runs again for %s", count, kept, enough)

@@ -7,18 +7,19 @@ enters and when it leaves, and keeps a copy of table and canvases from what step
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from time import perf_counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from mosaic.models.parts import CANVAS, HELD_EXTENTS, KV, REQUESTS
-from mosaic.models.step import StepSize
+from mosaic.models.parts.cut import COUNT
+from mosaic.models.step import MOST_DOUBLED, StepSize, rounded_states
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import COLUMNS, RUNNING, Column, Reported
 from mosaic.runtime.host_copy import HostCopy
@@ -31,20 +32,24 @@ if TYPE_CHECKING:
     from mosaic.models.phase import Phase
     from mosaic.models.state import State
     from mosaic.planner.plan import Plan
-    from mosaic.runtime.engine import Engine
+    from mosaic.runtime.engine import Engine, Ran
     from mosaic.runtime.executor import Executor
     from mosaic.runtime.host_copy import Arriving
     from mosaic.runtime.state_rows import OwnedRows
 
-__all__ = ["ROWS", "RequestTable", "Served"]
+__all__ = ["ROWS", "Launched", "RequestTable", "Room", "Served"]
 
 ROWS: Final = 16
 """Rows that a table begins with; it doubles when all are taken."""
 MOST_ROWS: Final = 1024
 """Requests that one table serves; others wait for a row."""
-KEPT_STEPS: Final = 128
-"""Steps that are kept for launching them again."""
-_OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score")
+KEPT_STEPS: Final = 512
+"""Steps that are kept for launching them again: the ladder of a session."""
+DECIDED: Final = (1, 2, 4, 6, 8)
+"""Eighths of a step's tokens that it has rows to decide for: unembedding takes a tenth of a step, and each number of rows is a plan
+more for every number of tokens."""
+_OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score", COUNT)
+"""Of a step; the last is of one that is cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +77,51 @@ class Served:
     score: NDArray[np.float32]
     plan: Plan
     seconds: float
+
+
+class Room(NamedTuple):
+    """What a step has room for: windows, blocks of so many tokens, and rows to decide."""
+
+    phase: Phase
+    windows: int
+    blocks: int
+    block: int
+    rows: int
+
+    @classmethod
+    def of(cls, phase: Phase, requests: int, blocks: int, block: int, rows: int) -> Room:
+        """Return room for at least so many requests and rows, in one of few numbers of windows and rows."""
+        windows = blocks
+        while windows > 1 and -(-windows // 2) >= requests:
+            windows = -(-windows // 2)
+        return cls(phase, windows, blocks, block, decided(rows, blocks * block))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step."""
+        return self.blocks * self.block
+
+
+def decided(rows: int, tokens: int) -> int:
+    """Return the rows to decide that a step of some tokens has room for, of at least `rows`: one of few numbers.
+
+    >>> decided(4, 64), decided(300, 1024), decided(700, 1024), decided(0, 8192)
+    (64, 512, 768, 1024)
+    """
+    if tokens <= MOST_DOUBLED:  # unembedding them all takes as long as unembedding one
+        return tokens
+    return next(found for share in DECIDED if (found := -(-tokens * share // DECIDED[-1])) >= min(rows, tokens))
+
+
+class Launched(NamedTuple):
+    """A step that was launched and not read: its results on their way, its room, whom it serves, what ran, and when it began."""
+
+    arriving: Arriving
+    room: Room
+    group: int
+    marked: bool
+    ran: Ran
+    started: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +152,9 @@ class RequestTable:
         By rows of the canvas: int64 tokens, `OPEN` where nothing is decided, and float32 scores.
     steps
         int64 [S], steps that have served each request.
+    planned
+        Rows of each state that steps are planned for: those that there are, or were (`cover`). So sizes stay the same while
+        requests come and go.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -109,13 +162,15 @@ class RequestTable:
         self._own: OwnedRows = engine.table(REQUESTS).open("a session")
         self.columns = np.zeros((ROWS, COLUMNS), dtype=np.int64)
         self.steps = np.zeros(ROWS, dtype=np.int64)
+        self.planned: frozenset[tuple[State, int]] = frozenset()
         self.tokens, self.confidence = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
         self._free: list[int] = [*range(ROWS - 1, -1, -1)]  # the last is the next one
         self._leaving: deque[tuple[int, int]] = deque()  # rows, and the step before which they are not free
         self._whole = False  # whether all rows of the table are unsent
         self._unsent: dict[int, list[tuple[State, int, NDArray[np.int64]]]] = {}  # by row of the table: rows of others
         self._sides = [HostCopy(), HostCopy()]
-        self._launched: deque[tuple[Arriving, Plan, float]] = deque()
+        self.launched: deque[Launched] = deque()
+        """Steps that were launched and not read, in order."""
         self._steps: Recent[Hashable, _TableStep] = Recent(KEPT_STEPS)
         self._predicted: Recent[Hashable, float] = Recent(KEPT_STEPS)
         self._fitting: Recent[Hashable, bool] = Recent(KEPT_STEPS)
@@ -139,11 +194,6 @@ class RequestTable:
         return len(self._engine.table(KV).free)
 
     @property
-    def in_flight(self) -> int:
-        """Steps that were launched and not read."""
-        return len(self._launched)
-
-    @property
     def rows_to_open(self) -> int:
         """The rows that the first request to enter takes for the table."""
         return 0 if self.is_open else len(self.columns)
@@ -162,7 +212,7 @@ class RequestTable:
     def grow(self) -> bool:
         """Double the table, if it has no more than half of `MOST_ROWS`, every step has been read, and there is memory."""
         rows = len(self.columns)
-        if self._launched or 2 * rows > MOST_ROWS:
+        if self.launched or 2 * rows > MOST_ROWS:
             return False
         self._own.close()
         self.columns = np.concatenate([self.columns, np.zeros_like(self.columns)])
@@ -213,7 +263,7 @@ class RequestTable:
 
     def close(self) -> None:
         """Give the session's rows back."""
-        self._launched.clear()
+        self.launched.clear()
         self._unsent.clear()
         self._own.close()
 
@@ -226,52 +276,68 @@ class RequestTable:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def size(
-        self, phase: Phase, blocks: int, block: int, rows: int, more: Mapping[State, int] | None = None
-    ) -> StepSize:
-        """Return the size of a step with room for so many blocks of tokens and so many rows to decide, beside the rows of states
-        that are taken, and `more`."""
-        states = self._engine.states_with({REQUESTS: self.rows_to_open, **(more or {})})
-        owned = max(states.get(KV, 0) // blocks, block)
+    def size(self, room: Room, states: Iterable[tuple[State, int]]) -> StepSize:
+        """Return the size of a step with this room, beside rows of states."""
+        taken, (phase, windows, blocks, block, rows) = dict(states), room
+        lengths = [block * (blocks // windows + int(number < blocks % windows)) for number in range(windows)]
+        owned = max(
+            -(-taken.get(KV, 0) // windows), lengths[0]
+        )  # so that all keys are counted, as a step may rank all of them
         return StepSize(
-            phase=phase, windows=(block,) * blocks, keys=(owned,) * blocks, rows=min(rows, blocks * block),
-            extents=max(states.get(HELD_EXTENTS, 0), 1), states={**states, KV: max(states.get(KV, 0), owned)},
+            phase=phase, windows=tuple(lengths), keys=(owned,) * windows, rows=rows, extents=max(taken.get(HELD_EXTENTS, 0), 1),
+            states={**taken, KV: max(taken.get(KV, 0), owned)}, exact=True,
         )  # fmt: skip
 
-    def fits(self, phase: Phase, blocks: int, block: int, rows: int) -> bool:
-        """Return whether such a step fits the budget now; found once, until rows of states change hands."""
-        key = phase, blocks, block, rows, self._engine.changes
+    def beside(self, more: Mapping[State, int]) -> frozenset[tuple[State, int]]:
+        """Return the rows of each state once `more` are taken."""
+        return frozenset(self._engine.states_with(more).items())
 
-        def fit() -> bool:
-            size = self.size(phase, blocks, block, rows)
-            return self._engine.plans.fits(self._engine.scattered([size]), self._engine.states)
+    def fits(self, room: Room, states: frozenset[tuple[State, int]] | None = None) -> bool:
+        """Return whether such a step fits the budget beside rows of states, by default those that are planned for; found once."""
+        asked = room, self.planned if states is None else states
+        return self._fitting.find(asked, lambda: all(map(self._engine.plans.fits_exactly, self.size(*asked).graphs)))
 
-        return self._fitting.find(key, fit)
+    def admits(self, room: Room, more: Mapping[State, int]) -> bool:
+        """Return whether such a step fits the budget once `more` rows of states are taken."""
+        states = self._engine.states_with(more)
+        if _within(states, dict(self.planned)) and self.fits(room):
+            return True
+        return any(self.fits(room, found) for found in (rounded_states(states), self.beside(more)))
 
-    def predicted_ms(self, phase: Phase, blocks: int, block: int, rows: int) -> float:
+    def cover(self, least: Room, wanted: Room) -> None:
+        """Plan steps from now on for at least the rows of states that there are, and for as many as there were if there is room.
+
+        There is none if the `least` step would not fit. If less than half is taken and the `wanted` one would not fit, steps go
+        without the rest, too.
+        """
+        states, before = self._engine.states, dict(self.planned)
+        emptier = 2 * sum(states.values()) < sum(before.values())
+        if _within(states, before) and self.fits(wanted if emptier else least):
+            return
+        most = {state: max(count, states.get(state, 0)) for state, count in {**states, **before}.items()}
+        tried = [*([] if emptier else [rounded_states(most)]), rounded_states(states)]
+        self.planned = next((found for found in tried if self.fits(least, found)), self.beside({}))
+
+    def predicted_ms(self, room: Room) -> float:
         """Return how long the plan of such a step says that it takes; found once, whatever the states hold."""
-        key = phase, blocks, block, rows
 
         def predict() -> float:
-            return self._engine.plans.plan(self.size(phase, blocks, block, rows)).predicted_step_ms
+            return self._engine.plans.plan(self.size(room, self.planned)).predicted_step_ms
 
-        return self._predicted.find(key, predict)
+        return self._predicted.find(room, predict)
 
-    def launch(self, phase: Phase, group: int, blocks: int, block: int, rows: int, *, marked: bool = False) -> None:
-        """Launch a step of this size, for whoever of a group it has room for, of those who need a marked step only if it is one.
+    def launch(self, room: Room, group: int, *, marked: bool = False) -> None:
+        """Launch a step with this room, for whoever of a group it suffices for, of those who need a marked step only if it is one.
         After one that was interrupted, every step has been read."""
         started = perf_counter()
         if not self.is_sure:
             self._undo()
         self.is_sure = False
-        key = phase, group, marked, blocks, block, rows, self._engine.changes
-        ran = self._engine.run(
-            self._steps.find(key, lambda: self._step(self.size(phase, blocks, block, rows), group, marked))
-        )
+        ran = self._engine.run(self._step(self.first, len(self.columns), group, marked, room))
         with interrupts_held():
-            arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS])
+            arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS if name in ran.outputs])
             self._sides.reverse()
-            self._launched.append((arriving, ran.plan, started))
+            self.launched.append(Launched(arriving, room, group, marked, ran, started))
             self._count += 1
             self.is_sure = True
 
@@ -282,9 +348,15 @@ class RequestTable:
             at, length = self.columns[number, [Column.CANVAS, Column.LENGTH]].tolist()
             self._unsent.setdefault(number, []).append((CANVAS, at, self.tokens[at : at + length]))
 
-    def _step(self, size: StepSize, group: int, marked: bool) -> _TableStep:
-        room = self.first, len(self.columns), size.tokens, size.rows, size.extents, group, int(marked)
-        return _TableStep(size=size, inputs={"room": Numbers(room, "int64", 7)}, table=self)
+    def _step(self, first: int, count: int, group: int, marked: bool, room: Room) -> _TableStep:
+        """The step that looks at `count` rows of the table; made once."""
+
+        def make() -> _TableStep:
+            size = self.size(room, self.planned)
+            given = first, count, size.tokens, size.rows, size.extents, group, int(marked)
+            return _TableStep(size=size, inputs={"room": Numbers(given, "int64", 7)}, table=self)
+
+        return self._steps.find((first, count, group, marked, room, self.planned), make)
 
     def send(self) -> None:
         """Write what has entered and left."""
@@ -306,12 +378,14 @@ class RequestTable:
         DeviceLost
             If the device stopped meanwhile.
         """
-        self._launched[0][0].wait()
+        self.launched[0].arriving.wait()
 
     def read(self) -> Served:
         """Take what the first step that was launched reports; the caller has waited for it, and holds signals back."""
-        arriving, plan, started = self._launched.popleft()
-        report, *of_rows = (tensor.numpy() for tensor in arriving.wait())
+        step = self.launched.popleft()
+        report, *of_rows = (tensor.numpy() for tensor in step.arriving.wait())
+        if step.ran.again is not None:
+            step.ran.again(int(of_rows.pop().item()))  # the next step has room for as many rows
         self._read += 1
         report = report[report[:, Reported.ROW] >= 0].copy()
         report[:, Reported.ROW] -= self.first
@@ -324,5 +398,9 @@ class RequestTable:
         self._free_rows()
         return Served(
             report=report, steps=self.steps[numbers], canvas_rows=self.columns[numbers, Column.CANVAS], decided_rows=decided,
-            chosen=chosen, committed=taken, score=score, plan=plan, seconds=perf_counter() - started,
+            chosen=chosen, committed=taken, score=score, plan=step.ran.plan, seconds=perf_counter() - step.started,
         )  # fmt: skip
+
+
+def _within(states: Mapping[State, int], planned: Mapping[State, int]) -> bool:
+    return all(count <= planned.get(state, 0) for state, count in states.items())
