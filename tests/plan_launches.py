@@ -147,6 +147,8 @@ LAUNCHES = [
     Launch("resume_rows", "chosen:l6 bounds:i3 positions:i6 rows:l5 cu_rows:i3",
            "kept:l4 kept_positions:i4 cu_seqlens:i3 decided:l2 asked:l2 cu_decided:i3 place:i5 count:i1",
            attrs={"size": 4, "most": 2, "partly": True}, optional="size most partly"),
+    Launch("reuse_requests", "table:l5,36 row:l2", "kept_row:l2 prefix:i2 refreshed:i2", attrs={"own": 25, "steps": 4},
+           optional="steps"),
     Launch("rms_norm", "x:f6,4 weight:f4", "y:f6,4", 4 * 6 * 4, {"eps": 1e-6}, free="weight", inplace="y/x", sliced="x y"),
     Launch("rotary", "x:f6,8 positions:i6 inv_freq:f3,2 sequences:i6", "x", 6 * 6 * 8, {"head_size": 4, "factor": 1.0},
            free="x positions inv_freq", any_rank="inv_freq", optional="sequences factor", sliced="x positions sequences"),
@@ -164,6 +166,9 @@ LAUNCHES = [
            sliced="maximum second logsumexp entropy sample_logit keys score", whole="M"),
     Launch("row_stats", "logits:f6,9", STATISTICS, 6 * 6 * 9, free="logits",
            sliced="logits token maximum second logsumexp entropy"),
+    Launch("select_requests", "table:l5,36 row:l2 seen:i2 cu_seqlens:i3 positions:i6",
+           "owner:l2 captured:i2 candidates:i2 seen_exactly:i2 seen_sparsely:i2 cu_keys:i3 votes:u6",
+           attrs={"own": 25, "carried": True, "answer": False}, optional="carried answer", sliced="positions votes", whole="T"),
     Launch("selected_attention", "q:f6,8 kv:f9,16 extents:l5,4 cu_extents:i3 selected:i7,24 owner:l2 captured:i2 seen:i2 "
            "cu_seqlens:i3 positions:i6", "y:f6,8", 4 * 5 * 6 * 8,
            {"layer": 1, "slot": 1, "sets": 4, "k": 4, "page": 2, "kv_heads": 2, "head_size": 2, "scale": 0.5, "attended": 5,

@@ -826,6 +826,8 @@ def test_memory_cases_cover_every_kernel() -> None:
         "draw_requests",
         "pack_requests",
         "place_requests",
+        "reuse_requests",
+        "select_requests",
     }
 
 

@@ -184,7 +184,7 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     sequences, table = empty(64, dtype=torch.int32), {"table": empty(1024, COLUMNS, dtype=index)}  # the most requests
     bounds = {name: empty(65, dtype=torch.int32) for name in ("cu_seqlens", "cu_rows", "cu_extents")}
     packed = {"row": empty(64, dtype=index), "begin": sequences, **bounds}
-    packing = {**packed, "room": empty(1, 5, dtype=index), "seen": sequences, "sequences": 64}
+    packing = {**packed, "room": empty(1, 7, dtype=index), "seen": sequences, "sequences": 64}
     for requests in (1024, 256, 64, 16):
         yield "pack_requests", {"table": table["table"][:requests], **packing}
     held = {"canvas": some, "held_extents": empty(300, 4, dtype=index), "extents": empty(70, 4, dtype=index)}
@@ -196,6 +196,13 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "place_requests", {**table, **held, **packed, **placed, **per_window}
     of_rows = {"row": packed["row"], "cu_rows": bounds["cu_rows"], "decided_rows": some, "keys": some, "cuts": cuts}
     yield "draw_requests", {**table, **of_rows, **limits}
+    own = {"own": 25, "row": packed["row"], **table}
+    some_of = {"seen": sequences, "cu_seqlens": bounds["cu_seqlens"], "positions": placed["positions"], "owner": packed["row"]}
+    some_of |= dict.fromkeys(("captured", "candidates", "seen_exactly", "seen_sparsely"), sequences)
+    for way in ({"carried": True}, {"answer": True}):
+        yield "select_requests", {**own, **some_of, "cu_keys": bounds["cu_rows"], "votes": cuts, **way}
+    for steps in (0, 4):
+        yield "reuse_requests", {**own, **dict.fromkeys(("prefix", "refreshed"), sequences), "kept_row": packed["row"], "steps": steps}
     del packed["cu_extents"]
     yield (
         "advance_requests",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from types import ModuleType
 from typing import Final
 
@@ -12,10 +13,12 @@ from mosaic.decoding.algorithm import Algorithm
 from mosaic.decoding.config import ALGORITHMS, GenerationConfig, resolve
 from mosaic.decoding.rows import OF_TABLE, TableRow
 from mosaic.models.architecture import Architecture
+from mosaic.models.parts import CANVAS
+from mosaic.models.phase import shared_phase
 from mosaic.models.policies.policy import BlockStep
 from mosaic.models.policies.registry import policies_of
 from mosaic.models.step import StepSize
-from mosaic.registrar.request_table import STOPS
+from mosaic.registrar.request_table import MARKED_STEPS, STOPS
 from mosaic.runtime.sharing import SharedSizes
 
 __all__ = ["algorithm_of", "canvas_length", "expected_step", "largest_steps", "shapes", "shared_sizes", "table_row"]
@@ -57,14 +60,25 @@ def table_row(config: GenerationConfig, architecture: Architecture, prompt_len: 
 
 
 def _with_policies(row: TableRow, config: GenerationConfig, architecture: Architecture) -> TableRow | None:
-    """The same with the kind of step that its policies make, if each of them is `Policy.tabled`."""
-    policies, phase, end = policies_of(config, architecture, row.length), row.phase, row.start + row.block
-    step = BlockStep(start=row.start, end=end, number=0, steps=row.steps or row.block, window=(row.start, end))
-    for policy in policies:
-        if not policy.tabled:
+    """The same with the kind of step that its policies make, and the steps that they mark, if each of them is `Policy.tabled`."""
+    policies, end, steps = (
+        policies_of(config, architecture, row.length),
+        row.start + row.block,
+        config.steps or row.block,
+    )
+    bits = [policy.marks(row.block, steps) if policy.tabled else None for policy in policies]
+    marks = 0
+    for mine in bits:
+        if mine is None:
             return None
-        phase = policy.phase(phase, step)
-    return row._replace(cache=phase.cache, cut=phase.cut)
+        marks |= mine
+    numbers = [number for number in range(min(row.block, MARKED_STEPS + 1)) if marks and not marks >> number & 1]
+    phases = []
+    for number in numbers or [0]:
+        step = BlockStep(start=row.start, end=end, number=number, steps=steps, window=(row.start, end))
+        phases.append(reduce(lambda phase, policy: policy.phase(phase, step), policies, row.phase))
+    phase = shared_phase(phases)
+    return row._replace(cache=phase.cache, cut=phase.cut, marks=marks)
 
 
 def canvas_length(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> int:
@@ -94,8 +108,10 @@ def shapes(
         largest_steps(found, architecture, length, number) for length, number in zip(prompt_lens, asked, strict=True)
     ]
     for sizes, length in zip(each, prompt_lens, strict=True):
-        if table_row(found, architecture, length) is not None:
-            sizes[:] = [replace(size, states={**size.states, **OF_TABLE}) for size in sizes]
+        row = table_row(found, architecture, length)
+        if row is not None:
+            taken = {CANVAS: row.length, **OF_TABLE}
+            sizes[:] = [replace(size, states={**size.states, **taken}) for size in sizes]
     return shared_sizes(each)
 
 

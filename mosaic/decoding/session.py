@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -120,7 +120,7 @@ class Session(ClosesOnExit):
         self._scheduler = (
             None if self._table is None else Scheduler(runner, self._table, max_num_batched_tokens, max_delay_ms)
         )
-        self._least: list[StepSize] = []  # of the table's steps, as other sessions are told
+        self._shared.table = self._scheduler
         self._tabled_last = False
 
     @property
@@ -133,10 +133,85 @@ class Session(ClosesOnExit):
         """Steps that were launched ahead and whose outcomes no request took."""
         return self._crews.in_vain + (0 if self._scheduler is None else self._scheduler.in_vain)
 
+    def warm(
+        self,
+        config: GenerationConfig | Sequence[GenerationConfig] | None = None,
+        *,
+        requests: int = 64,
+        tokens: int = 4096,
+        progress: Callable[[str], object] = _log.info,
+        **options: Any,
+    ) -> int:
+        """Plan, compile and capture the steps that requests of a table may need, before they come; they take a minute or two.
+
+        Afterwards none of so many requests waits for a plan, a kernel, a capture or memory, whenever they come and go. All requests
+        take steps that serve every warm config.
+
+        Parameters
+        ----------
+        config
+            Of the requests, or several where they differ in more than length, quotas and thresholds; with `options`, fields of
+            each by name.
+        requests
+            How many are live at most.
+        tokens
+            Positions of a request at most, prompt and answer.
+        progress
+            Called with a line for each step; by default the library's log.
+
+        Returns
+        -------
+        int
+            How many requests of `tokens` positions fit: `requests`, or fewer. Steps are warm for these.
+
+        Raises
+        ------
+        UsageError
+            If an option cannot be, or such requests are generators, which have no ladder of steps.
+        DoesNotFit
+            If one request does not fit.
+        """
+        for name, value in (("requests", requests), ("tokens", tokens)):
+            if not is_integer(value) or value < 1:
+                raise UsageError(f"{name}: expected a number, at least 1, got {value!r}.")
+        configs = [config] if config is None or isinstance(config, GenerationConfig) else config
+        with interrupts_held(), self._runner.exclusive(), interrupts_let_through():
+            if self._closed:
+                raise UsageError("the session is closed: open another one.")
+            rows = [self._warm_row(with_options(one, options), tokens) for one in configs]
+            scheduler, table = self._scheduler, self._table
+            assert scheduler is not None and table is not None  # a request has a row
+            count = scheduler.foresee(rows, requests)
+            if not count:
+                more = demand_of(rows[0], table.holes)
+                self._runner.check(scheduler.sizes(rows, more), more=more)  # says what is missing
+            ladder = [step for step in scheduler.ladder(rows, count) if table.fits(step[0])]
+        for number, (room, group, marked) in enumerate(ladder, start=1):
+            progress(f"step {number} of {len(ladder)}: {room.tokens:,} tokens, {room.rows:,} rows to decide")
+            with interrupts_held(), self._runner.exclusive(), interrupts_let_through():
+                table.rehearse(room, group, marked=marked)
+        with interrupts_held(), self._runner.exclusive():
+            table.rest()
+        return count
+
+    def _warm_row(self, config: GenerationConfig, tokens: int) -> TableRow:
+        """What a table has to know of the longest request of some options."""
+        arch, found = self._runner.architecture, resolve(config, self._runner.architecture)
+        block = max(found.block_length or 1, arch.block)
+        prompt = tokens // block * block - found.gen_length
+        if prompt < 1:
+            raise UsageError(
+                f"tokens: a request with gen_length {found.gen_length:,} takes more than {tokens:,} positions."
+            )
+        row = None if self._table is None else table_row(found, arch, prompt)
+        if row is None:
+            raise UsageError("warm: requests of these options are generators, whose steps are planned as they come.")
+        return row
+
     def admits(self, *submissions: Submission) -> bool:
         """Return whether every future step fits the budget, with all that is live and these requests added; as for `submit`."""
         with interrupts_held(), self._runner.exclusive(), interrupts_let_through():
-            return self._has_room(*self._asked(self._described(submissions)))
+            return self._has_room(self._described(submissions))
 
     def submit(
         self,
@@ -168,9 +243,8 @@ class Session(ClosesOnExit):
         with interrupts_held() as raise_pending, self._runner.exclusive():
             with interrupts_let_through():
                 described = self._described(submissions)
-                sizes, rows = self._asked(described)
-                if not self._has_room(sizes, rows):
-                    self._runner.check(sizes, more=rows)  # says what is missing
+                if not self._has_room(described):
+                    self._refuse(described)
             started = [self._made(one) for one in described]
             with ExitStack() as withdrawing:
                 for request in started:
@@ -232,22 +306,30 @@ class Session(ClosesOnExit):
             self._read = Tokenizer(path)
         return self._read
 
-    def _asked(self, more: Sequence[_Described]) -> tuple[list[StepSize], Counter[State]]:
-        """The largest steps that live requests and `more` may share, and the rows that `more` take."""
+    def _has_room(self, more: Sequence[_Described]) -> bool:
+        """Whether each step that live requests of all sessions and `more` may share fits."""
+        sizes, tabled, rows = self._asked(more)
+        if sizes and not self._runner.admits(sizes, more=rows):
+            return False
+        return all(table.admits(tabled if table is self._scheduler else (), rows) for table in self._shared.tables)
+
+    def _refuse(self, more: Sequence[_Described]) -> None:
+        """Say what is missing."""
+        sizes, tabled, rows = self._asked(more)
+        for table in self._shared.tables:
+            sizes += table.sizes(tabled if table is self._scheduler else (), rows)
+        self._runner.check(sizes, more=rows)
+
+    def _asked(self, more: Sequence[_Described]) -> tuple[list[StepSize], list[TableRow], Counter[State]]:
+        """The largest steps that generators may share, who comes to the table, and the rows that `more` take."""
         rows: Counter[State] = Counter()
         for described in more:
             rows.update(described.demand)
-        sizes = self._shared.beside([described.largest for described in more if described.row is None])
         tabled = [described.row for described in more if described.row is not None]
-        if self._scheduler is not None and self._table is not None:
-            if tabled:
-                rows[REQUESTS] = self._table.rows_to_open
-            sizes = [size for size in sizes if size not in self._least] + self._scheduler.sizes(tabled, rows)
-        return sizes, rows
-
-    def _has_room(self, sizes: Sequence[StepSize], rows: Mapping[State, int]) -> bool:
-        """Whether each of the steps fits, with these rows taken."""
-        return not sizes or self._runner.admits(sizes, more=rows)
+        if tabled and self._table is not None:
+            rows[REQUESTS] = self._table.rows_to_open
+        generators = [described.largest for described in more if described.row is None]
+        return self._shared.beside(generators, rows=bool(tabled)), tabled, rows
 
     def _made(self, described: _Described) -> LiveRequest:
         """Make a live request that has asked for no step yet."""
@@ -282,7 +364,6 @@ class Session(ClosesOnExit):
         request.begin()
         if self._scheduler is not None and isinstance(request, TabledRequest):
             self._scheduler.add(request)
-            self._tell_least()
         if request.generation is not None:
             self._forget(request)
 
@@ -292,18 +373,9 @@ class Session(ClosesOnExit):
             return False
         if self._scheduler is not None and isinstance(request, TabledRequest):
             self._scheduler.forget(request)
-            self._tell_least()
         self._shared.remove(request)
         del self._live[request]
         return True
-
-    def _tell_least(self) -> None:
-        """Tell other sessions the smallest steps that serve the table."""
-        assert self._scheduler is not None
-        self._shared.remove(self._scheduler)
-        self._least = self._scheduler.sizes((), {})
-        if self._least:
-            self._shared.add(self._scheduler, self._least)
 
     def advance(self, steps: int = 1) -> Steps:
         """Run up to `steps` steps, each for the group that has waited longest.

@@ -36,7 +36,14 @@ def launch(
 
 
 def reference(
-    *, chosen: Tensor, bounds: Tensor, positions: Tensor, rows: Tensor, cu_rows: Tensor, size: int, most: int,
+    *,
+    chosen: Tensor,
+    bounds: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    cu_rows: Tensor,
+    size: int,
+    most: int,
     partly: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return all outputs in plain PyTorch, a row at a time."""

@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from mosaic.planner.plan_records import PlanRecords
     from mosaic.planner.planner import Planner, SizedStep
 
-KEPT_EXECUTORS: Final = 128
-"""Executors that are kept: they take host memory only. The bytes of their graphs are bounded by `GraphMemory`."""
+KEPT_EXECUTORS: Final = 512
+"""Executors that are kept, such as those of a session's ladder of steps: they take host memory only. The bytes of their graphs are
+bounded by `GraphMemory`."""
 KEPT_SIZES: Final = 256
 """Remembered sizes of two-graph steps all of whose graphs have plans."""
 CAPTURED_MS: Final = 500.0
@@ -215,11 +216,11 @@ class Engine:
         return self.states | with_more
 
     def scattered(self, sizes: Iterable[StepSize]) -> list[StepSize]:
-        """Return the same steps with as many extents of rows as their sequences may come to have."""
+        """Return the same steps with as many extents of rows as their sequences may come to have; `exact` ones have them."""
         found, now = [], {state: table.most_extents(0) for state, table in self._tables.items()}
         for size in sizes:
             kept = size.phase.cache.kept
-            extents = now[kept] + len(size.windows) if kept in now else 0
+            extents = now[kept] + len(size.windows) if kept in now and not size.exact else 0
             found.append(replace(size, extents=extents) if extents > size.extents else size)
         return found
 
@@ -241,6 +242,14 @@ class Engine:
             self.settle()
         self._graphs.begin()
         return self._run(step, config) if step.size.bucketed is None else self._run_two(step, config)
+
+    def rehearse(self, step: PackedStep) -> None:
+        """Run a step that serves nobody, the second graph of a cut one at every size, until all graphs are bound and captured."""
+        for _ in range(2 if self._on_cuda else 1):  # the second run captures
+            self.run(step)
+            for kept in step.buckets:
+                self._run(step.graph(), None)
+                self._run(step.graph(kept), None)
 
     def prepare(self, step: PackedStep) -> None:
         """Write a step's inputs to the pinned image that the device copies from, if the step is bound."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mosaic.registrar.request_table import BY_BLOCKS, FROM_BLOCK, MARKED_STEPS, RUNNING, Column
 
-__all__ = ["Wanted", "bits", "floats", "mixed", "quotas", "wanted"]
+__all__ = ["Wanted", "bits", "floats", "marked", "mixed", "quotas", "wanted"]
 
 Ints: TypeAlias = NDArray[np.int64]
 Words: TypeAlias = NDArray[np.uint64]
@@ -60,6 +60,14 @@ def quotas(table_SC: Ints) -> Ints:
     return table_SC[:, Column.QUOTA] + (table_SC[:, Column.NUMBER] < table_SC[:, Column.MORE])
 
 
+def marked(table_SC: Ints) -> NDArray[np.bool_]:
+    """Return whether the next step of each request's block has its bit in MARKS, [S]."""
+    found: NDArray[np.bool_] = (
+        table_SC[:, Column.MARKS] >> np.minimum(table_SC[:, Column.NUMBER], MARKED_STEPS) & 1 != 0
+    )
+    return found
+
+
 def wanted(table_SC: Ints) -> Wanted:
     """Return what the requests of a table ask for."""
     column = table_SC.T
@@ -80,5 +88,5 @@ def wanted(table_SC: Ints) -> Wanted:
         seen=np.where(fills, 0, np.where(blocks, end, length)),
         rows=np.where(fills, 0, rows),
         group=np.where(fills, 0, column[Column.GROUP]),
-        marked=~fills & (column[Column.MARKS] >> np.minimum(column[Column.NUMBER], MARKED_STEPS) & 1 != 0),
+        marked=~fills & marked(table_SC),
     )

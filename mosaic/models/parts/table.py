@@ -7,12 +7,12 @@ to decide, E extents.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from mosaic.models.inputs import Input
+from mosaic.models.inputs import Input, together
 from mosaic.models.parts.cache import KV
 from mosaic.models.parts.windows import CANVAS, Windows
 from mosaic.models.state import State
@@ -140,20 +140,9 @@ def _read(step: StepGraph, rows: Buffer, name: str, open_id: int) -> Buffer:
 
 
 def _draws(step: StepGraph, served: Buffer, found: Mapping[str, Buffer]) -> dict[str, Supply]:
-    """What rows draw by, registered when the first of it is asked for."""
-    made: dict[str, Buffer] = {}
-
-    def draw(name: str) -> Buffer:
-        if not made:
-            rows = found["decided_rows"]
-            drawn = step.g.add_op("draw_requests", step.state(REQUESTS), served, found["cu_rows"], rows, name="draws")
-            made.update(zip(_DRAWS, drawn, strict=True))
-        return made[name]
-
-    def supply(name: str) -> Callable[[], Buffer]:
-        return lambda: draw(name)
-
-    return {name: supply(name) for name in _DRAWS}
+    """What rows draw by."""
+    given = step.state(REQUESTS), served, found["cu_rows"], found["decided_rows"]
+    return together(_DRAWS, lambda: step.g.add_op("draw_requests", *given, name="draws"))
 
 
 TABLED: Final = Tabled()

@@ -97,6 +97,8 @@ _KEPT: Final = (
 )  # fmt: skip
 _TABLE: Final = "table:int64=S,36"
 """A row for each request."""
+_OWN: Final[tuple[Rule, ...]] = (("at most", "0", "own"), ("at most", "own+1", "36"))
+"""One of its columns."""
 _NOTATION: Final = {
     "advance_requests": _Operator(
         f"{_TABLE} canvas:int64=R row:int64=B begin:int32=B cu_seqlens:int32=B+1 cu_rows:int32=B+1 committed:uint8=M "
@@ -287,6 +289,10 @@ _NOTATION: Final = {
         "kept kept_positions cu_seqlens decided asked cu_decided place count", "size?:n most?:n partly?:b",
         whole="S B T M size most", rules=(("at most", "size", "S"),),
     ),
+    "reuse_requests": _Operator(
+        f"{_TABLE} row:int64=B kept_row:int64=B prefix:int32=B refreshed:int32=B", "table row", "kept_row prefix refreshed",
+        "own:n steps?:n", whole="S B", rules=(*_OWN, ("at most", "0", "steps")),
+    ),
     "rms_norm": _Operator("x:a=*T,D weight=D y:a=*T,D", "x weight", "y", "eps:x", "4*T*D", inplace="y/x"),
     "rotary": _Operator(
         "x=T,W positions=T inv_freq=*S,R sequences?:int32=T", "x positions inv_freq sequences?", "x", "head_size:n factor?:x",
@@ -317,6 +323,12 @@ _NOTATION: Final = {
         "score:float32=M", "maximum second logsumexp entropy sample_logit keys?", "score", "kind:s", "4*M", "M",
     ),
     "row_stats": _Operator(f"logits=C,*V {_STATISTICS}", "logits", _STATISTIC_NAMES, flops="6*C*V"),
+    "select_requests": _Operator(
+        f"{_TABLE} row:int64=B seen:int32=B cu_seqlens:int32=B+1 positions:int32=T owner:int64=B captured:int32=B "
+        "candidates:int32=B seen_exactly:int32=B seen_sparsely:int32=B cu_keys:int32=B+1 votes:uint8=T",
+        "table row seen cu_seqlens positions", "owner captured candidates seen_exactly seen_sparsely cu_keys votes",
+        "own:n carried?:b answer?:b", whole="S B T", rules=_OWN,
+    ),
     "selected_attention": _Operator(
         "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 selected:int32=S,W owner:int64=B captured:int32=B seen:int32=B "
         "cu_seqlens:int32=B+1 positions:int32=T y:a=T,Q",

@@ -6,7 +6,7 @@ from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.registrar import request_table
 from mosaic.registrar.request_table import COLUMNS, Column
 
-__all__ = ["C", "float_of", "mixed", "quota_of", "wants"]
+__all__ = ["C", "float_of", "mark_of", "mixed", "quota_of", "wants"]
 
 C = tl.constexpr(COLUMNS)
 STATE, EXTENTS, PREFIX, LENGTH, BLOCK = (
@@ -38,6 +38,13 @@ def quota_of(line, known):
 
 
 @triton.jit
+def mark_of(line, known):
+    """Whether the next step of a request's block has its bit in MARKS."""
+    number = tl.load(line + NUMBER, mask=known, other=0)
+    return (tl.load(line + MARKS, mask=known, other=0) >> tl.minimum(number, MARKED_STEPS)) & 1 != 0
+
+
+@triton.jit
 def wants(line, known, group, marked):
     """Of rows of the table, in a step of a group, marked or not: who decides, who reads its prompt, the window, the keys it sees,
     rows, extents, block and turn."""
@@ -45,10 +52,8 @@ def wants(line, known, group, marked):
     written, prefix = tl.load(line + WRITTEN, mask=known, other=0), tl.load(line + PREFIX, mask=known, other=0)
     start, length = tl.load(line + START, mask=known, other=0), tl.load(line + LENGTH, mask=known, other=0)
     block, window = tl.load(line + BLOCK, mask=known, other=1), tl.load(line + WINDOW, mask=known, other=0)
-    number = tl.load(line + NUMBER, mask=known, other=0)
-    first, blocks = number == 0, window == BY_BLOCKS
-    bit = (tl.load(line + MARKS, mask=known, other=0) >> tl.minimum(number, MARKED_STEPS)) & 1
-    mine = (tl.load(line + GROUP, mask=known, other=0) == group) & ((bit == 0) | (marked != 0))
+    first, blocks = tl.load(line + NUMBER, mask=known, other=0) == 0, window == BY_BLOCKS
+    mine = (tl.load(line + GROUP, mask=known, other=0) == group) & ((mark_of(line, known) == 0) | (marked != 0))
     fills = written < prefix
     before = tl.load(line + BEFORE, mask=known, other=0)
     begin = tl.where(first, tl.where(blocks, start - before, 0), start)
