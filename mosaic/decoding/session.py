@@ -289,7 +289,9 @@ class Session(ClosesOnExit):
         arch, tokens = self._runner.architecture, prompt.numel()
         row = None if self._table is None else table_row(config, arch, tokens)
         if row is not None and self._table is not None:
-            return _Described(submission, prompt, config, row.length, demand_of(row, self._table.holes), [], row)
+            demand, asks = demand_of(row, self._table.holes), row.cut is not None and row.cut.expects  # whether a cut pays
+            largest = largest_steps(config, arch, tokens, submission.request_id or 0) if asks else []
+            return _Described(submission, prompt, config, row.length, demand, largest, row)
         largest = largest_steps(config, arch, tokens, submission.request_id or 0)
         return _Described(submission, prompt, config, canvas_length(config, arch, tokens), most_rows(largest), largest)
 
