@@ -197,7 +197,10 @@ class Requests:
         committed = torch.tensor([rng.random() < rng.choice([0.3, 1.0]) and row >= 0 for row in decided.tolist()])
         canvas = self.canvas.clone()
         canvas[decided[committed]] = torch.randint(20, (int(committed.sum()),))
-        given = {name: placing.operands[name] for name in ("row", "begin", "cu_seqlens", "cu_rows")}
+        given = {name: placing.operands[name] for name in ("row", "begin")}
+        computed = rng.randrange(len(given["row"]) + 1)  # of a cut step some may have to wait
+        for name in ("cu_seqlens", "cu_rows"):
+            given[name] = placing.operands[name].clamp(max=int(placing.operands[name][computed]))
         given |= {"table": self.table.clone(), "canvas": canvas, "committed": committed.byte()}
         return Case("advance_requests", given, {"report": torch.empty(len(given["row"]), WIDTH, dtype=torch.int64)}, {})
 

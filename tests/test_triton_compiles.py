@@ -208,12 +208,22 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
         "advance_requests",
         {**table, **packed, "canvas": some, "committed": cuts, "report": empty(64, WIDTH, dtype=index)},
     )
+    history, each = {"state": empty(64, 4, dtype=wide), "own": 23, "processed": 0}, dict.fromkeys(("first", "progress"), sequences)
+    each |= {"decoded": sequences, "owner": packed["row"], "listed": empty(64, 32, dtype=torch.int32)}
+    of_tokens = {"positions": placed["positions"], "votes": cuts, "status": cuts, "reach": "block"}
+    asked = {**table, **history, "row": packed["row"], "cu_seqlens": bounds["cu_seqlens"]}
+    for importance, first_step, counts in (("block", "evicts", "cumulative"), ("masked", "prefill", "block")):
+        kinds = {"importance": importance, "first_step": first_step, "history": counts}
+        yield "focus_requests", {**asked, **each, **of_tokens, **kinds, "canvas": some}
+    noted = {"cu_rows": bounds["cu_rows"], "seen": sequences, "committed": cuts, "first_step": "prefill"}
+    yield "note_focus", {**asked, **noted}
     bounds = {name: empty(5, dtype=torch.int32) for name in ("bounds", "cu_rows", "cu_seqlens", "cu_decided")}
     numbers = {name: empty(rows, dtype=torch.int32) for name in ("positions", "kept_positions", "place")}
     of_kept = dict.fromkeys(("chosen", "kept", "rows", "decided", "asked"), some) | {
         "count": empty(1, dtype=torch.int32)
     }
     yield "resume_rows", {**bounds, **numbers, **of_kept}
+    yield "resume_rows", {**bounds, **numbers, **of_kept, "partly": True}
     block = {"first": empty(64, dtype=torch.int32), "listed": empty(64, 32, dtype=torch.int32)}
     batch = {name: empty(65, dtype=torch.int32) for name in ("cu_extents", "cu_seqlens")}
     of_batch = {**block, **batch, "kv": kv, "extents": where["extents"], "votes": empty(rows, dtype=torch.uint8)}
@@ -224,7 +234,7 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     per_sequence = {name: empty(64, dtype=torch.int32) for name in ("progress", "decoded", "seen")}
     of_rows = {"status": of_batch["votes"], "positions": numbers["positions"], "rows": some}
     found = {"bounds": batch["cu_seqlens"], "total": empty(1, dtype=index), "cu_seqlens": batch["cu_seqlens"]}
-    of_requests = {"owner": empty(64, dtype=index), "state": empty(64, 2, dtype=wide)}
+    of_requests = {"owner": empty(64, dtype=index), "state": empty(64, 4, dtype=wide)}
     for history, threshold, which, rank in (
         ("cumulative", "deviation", "masked", "bottom"), ("block", "mean", "unprocessed", "importance"),
     ):  # fmt: skip

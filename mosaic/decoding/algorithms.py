@@ -12,6 +12,7 @@ from mosaic.decoding.algorithm import Algorithm
 from mosaic.decoding.config import ALGORITHMS, GenerationConfig, resolve
 from mosaic.decoding.rows import OF_TABLE, TableRow
 from mosaic.models.architecture import Architecture
+from mosaic.models.parts import CANVAS
 from mosaic.models.policies.policy import BlockStep
 from mosaic.models.policies.registry import policies_of
 from mosaic.models.step import StepSize
@@ -48,7 +49,7 @@ def table_row(config: GenerationConfig, architecture: Architecture, prompt_len: 
     keys are seen by ranges, or there are more tokens that stop an answer than a table has room for.
     """
     describe = algorithm_of(config).row
-    waits = config.ahead is not None and config.remasking != "sequential"
+    waits = config.ahead is not None and config.remasking != "sequential" and config.eviction is None
     ranged = bool(architecture.windows) or architecture.rotary.kind == "dynamic" or architecture.shifted
     if describe is None or waits or ranged or len(architecture.eos_token_ids) > STOPS:
         return None
@@ -97,8 +98,10 @@ def shapes(
         largest_steps(found, architecture, length, number) for length, number in zip(prompt_lens, asked, strict=True)
     ]
     for sizes, length in zip(each, prompt_lens, strict=True):
-        if table_row(found, architecture, length) is not None:
-            sizes[:] = [replace(size, states={**size.states, **OF_TABLE}) for size in sizes]
+        row = table_row(found, architecture, length)
+        if row is not None:
+            taken = {CANVAS: row.length, **OF_TABLE}
+            sizes[:] = [replace(size, states={**size.states, **taken}) for size in sizes]
     return shared_sizes(each)
 
 

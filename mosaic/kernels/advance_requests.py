@@ -32,6 +32,9 @@ def bind(
         for i, (request, first, (start, end), (from_row, to_row)) in enumerate(windows):
             if request < 0:
                 return
+            if start == end:
+                columns[request, Column.SERVED] -= len(said) - i
+                continue
             column, line = columns[request], said[i]
             line[Reported.ROW], line[Reported.BEGIN], line[Reported.TOKENS] = request, first, end - start
             line[Reported.START], line[Reported.ROWS] = column[Column.START], to_row
@@ -84,6 +87,9 @@ def reference(
         if request < 0:
             break
         own, length = after[request].tolist(), int(cu_seqlens[i + 1] - cu_seqlens[i])
+        if not length:
+            after[request, Column.SERVED] -= len(row) - i
+            continue
         tokens = canvas[own[Column.CANVAS] : own[Column.CANVAS] + own[Column.LENGTH]].tolist()
         line = [request, int(begin[i]), length, own[Column.START]]
         if own[Column.WRITTEN] < own[Column.PREFIX]:

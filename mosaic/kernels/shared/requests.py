@@ -62,7 +62,9 @@ def quotas(table_SC: Ints) -> Ints:
 
 def marked(table_SC: Ints) -> NDArray[np.bool_]:
     """Return whether the next step of each request's block has its bit in MARKS, [S]."""
-    found: NDArray[np.bool_] = table_SC[:, Column.MARKS] >> np.minimum(table_SC[:, Column.NUMBER], MARKED_STEPS) & 1 != 0
+    found: NDArray[np.bool_] = (
+        table_SC[:, Column.MARKS] >> np.minimum(table_SC[:, Column.NUMBER], MARKED_STEPS) & 1 != 0
+    )
     return found
 
 

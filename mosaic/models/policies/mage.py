@@ -227,7 +227,10 @@ class Selected(Kept):
 
     def of_table(self, step: StepGraph, served: Mapping[str, Buffer]) -> Mapping[str, Supply]:
         """Return the same inputs, where pages are ranked by their keys."""
-        chosen, given = self.attention, [served[name] for name in ("requests", "served", "seen", "cu_seqlens", "positions")]
+        chosen, given = (
+            self.attention,
+            [served[name] for name in ("requests", "served", "seen", "cu_seqlens", "positions")],
+        )
         found = together(
             _OF_TABLE,
             lambda: step.g.add_op(
