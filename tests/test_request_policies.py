@@ -23,7 +23,6 @@ TABLED = (
     "mage:k=4:voters=answer:statistic=worst", "exact-ends:k=4", "flashblock", "flashblock:reuse_steps=2", "mage+flashblock:k=4",
     "mage+flashblock:k=4:reuse_steps=3:every=2", "sparsed+flashblock:k=4:reuse_steps=2",
 )  # fmt: skip
-EVICTING = {"eviction": "focus"}
 OPTIONS = ("gen_length", "seed", "stop_at_eos", "temperature", "steps", "threshold", "top_p", "top_k", "remasking")
 GENERATORS = ("oracle:k=4", "quest:k=32", "flashblock:reuse_change=0.1", "mage+flashblock:k=4:reuse_change=0.1")
 
@@ -42,10 +41,9 @@ def models() -> Iterator[dict[str, CompiledModel]]:
 def with_policies(rng: random.Random, family: str, longest: int, kinds: Sequence[str]) -> GenerationConfig:
     """Random options; most requests have a policy, some of them as generators."""
     config = {name: value for name, value in drawn(rng, family, longest).items() if name in OPTIONS}
-    policy = rng.choice([{"attention": rng.choice(kinds)}] * 5 + [{}, {"attention": rng.choice(GENERATORS)}, EVICTING])
-    if policy is EVICTING and config.get("remasking") == "sequential":
-        policy = {}
-    return GenerationConfig(**config | policy)
+    policy: dict[str, Any] = rng.choice([{"attention": rng.choice(kinds)}] * 5 + [{}, {"attention": rng.choice(GENERATORS)}])
+    evicts = config.get("remasking") != "sequential" and "flashblock" not in policy.get("attention", "")
+    return GenerationConfig(**config, **policy, eviction="focus" if evicts and rng.random() < 0.3 else None)
 
 
 @pytest.mark.parametrize(("family", "seed", "count", "longest"), [
