@@ -208,8 +208,9 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
         "advance_requests",
         {**table, **packed, "canvas": some, "committed": cuts, "report": empty(64, WIDTH, dtype=index)},
     )
-    history, each = {"state": empty(64, 4, dtype=wide), "own": 23, "processed": 0}, dict.fromkeys(("first", "progress"), sequences)
-    each |= {"decoded": sequences, "owner": packed["row"], "listed": empty(64, 32, dtype=torch.int32)}
+    history = {"state": empty(64, 4, dtype=wide), "own": 23, "processed": 0}
+    each = {**dict.fromkeys(("first", "progress", "decoded"), sequences), "owner": packed["row"]}
+    each["listed"] = empty(64, 32, dtype=torch.int32)
     of_tokens = {"positions": placed["positions"], "votes": cuts, "status": cuts, "reach": "block"}
     asked = {**table, **history, "row": packed["row"], "cu_seqlens": bounds["cu_seqlens"]}
     for importance, first_step, counts in (("block", "evicts", "cumulative"), ("masked", "prefill", "block")):

@@ -131,16 +131,5 @@ def launch(
 ) -> None:  # fmt: skip
     """Update the table, and write the report."""
     advance_requests_kernel[(row.shape[0],)](
-        table,
-        canvas,
-        row,
-        begin,
-        cu_seqlens,
-        cu_rows,
-        committed,
-        report,
-        row.shape[0],
-        AT_ONCE=AT_ONCE,
-        LINE=16,
-        num_warps=2,
-    )
+        table, canvas, row, begin, cu_seqlens, cu_rows, committed, report, row.shape[0], AT_ONCE=AT_ONCE, LINE=16, num_warps=2
+    )  # fmt: skip
