@@ -7,15 +7,16 @@ blocks are not delayed beyond a bound.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from mosaic.decoding.rows import ALL
+from mosaic.decoding.rows import ALL, demand_of
 from mosaic.decoding.tabled import ServedSteps
 from mosaic.kernels.shared.requests import bits, quotas, wanted
 from mosaic.models.parts import KEPT, REQUESTS, CachePolicy, Cut
@@ -41,6 +42,8 @@ MOST_TOKENS: Final = 8192
 DELAY_MS: Final = 50.0
 SHARES: Final = 8
 """Rungs between a number of blocks and twice as many."""
+FORESEEN_EXTENTS: Final = 4
+"""Extents of keys that warm steps have room for, for each request: random requests that come and go have two on average."""
 _NEVER: Final = bits(ALL)
 AHEAD: Final = 2
 """Steps that are launched before the first of them is read, on a device."""
@@ -82,6 +85,7 @@ class Scheduler:
         self._live, self._told = np.zeros((2, len(table.columns)), dtype=np.bool_)
         self._waiting: deque[TabledRequest] = deque()
         self._kinds = Counter[_Kind]()
+        self._warm: dict[_Kind, None] = {}
         self._groups: dict[tuple[CachePolicy, Cut | None], int] = {(KEPT, None): 0}
         self._turns: list[int] = [0]  # by group, the launch in which it had its last one
         self._launches = self._deciding = self._decided = 0
@@ -99,22 +103,78 @@ class Scheduler:
         return self.count > 0
 
     def admits(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> bool:
-        """Return whether the smallest steps that serve any live request and these fit once `more` rows of states are taken."""
-        return all(self._table.admits(least, more) for least in self._least(rows))
+        """Return whether steps fit that serve all live requests and these at once, once `more` rows of states are taken."""
+        return all(self._table.admits(room, more) for room in self._shared(rows))
 
     def sizes(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> list[StepSize]:
         """Return the sizes of these steps, one a group."""
-        return [self._table.size(least, self._table.beside(more)) for least in self._least(rows)]
+        states = self._table.beside(more)
+        return [self._table.size(room, states) for room in self._shared(rows)]
 
-    def _least(self, rows: Iterable[TableRow]) -> list[Room]:
-        """The room of each group's smallest step that cannot be cut."""
-        kinds = [*self._kinds, *(kind for row in rows for kind in self._kinds_of(row))]
+    def _shared(self, rows: Iterable[TableRow]) -> list[Room]:
+        """The room of each group's step that serves all blocks.
+
+        Steps take `most_tokens` at most, unless one request needs more, and of whole canvases one at a time.
+        """
+        counts = Counter(self._kinds)
+        for row in rows:
+            counts.update(self._kinds_of(row))
         found = []
-        for group in {kind.group: None for kind in kinds}:
-            mine = [kind for kind in kinds if kind.group == group]
-            least, block, most = _needed(mine)
-            found.append(Room.of(_phase(mine, marked=True), 1, _rung(least, block), block, most))
+        for group in dict.fromkeys(kind.group for kind in counts):
+            mine = {kind: count for kind, count in counts.items() if kind.group == group}
+            needed, block, _ = _needed(kinds := self._beside(group, mine))
+            usual = sum(min(kind.tokens, 2 * kind.block) * count for kind, count in mine.items())
+            blocks = _rung(max(needed, min(usual, self._most_tokens)), block)
+            decides = sum(kind.block * count for kind, count in mine.items())
+            found.append(Room.of(_phase(kinds, marked=True), sum(mine.values()), blocks, block, decides))
         return found
+
+    def _beside(self, group: int, kinds: Iterable[_Kind]) -> list[_Kind]:
+        """These kinds of a group's requests, and those that its steps are warm for."""
+        return [*kinds, *(kind for kind in self._warm if kind.group == group)]
+
+    # --- before the first request -------------------------------------------------------------------------------------
+
+    def foresee(self, rows: Sequence[TableRow], requests: int) -> int:
+        """Plan steps from now on for `requests` requests like any of these, or as many as fit; return how many do."""
+        for row in rows:
+            self._warm |= {kind._replace(tokens=kind.block): None for kind in self._kinds_of(row)}
+        demand: dict[State, int] = {}
+        for row in rows:
+            for state, count in demand_of(row, FORESEEN_EXTENTS - 1).items():
+                demand[state] = max(count, demand.get(state, 0))
+
+        def more(count: int) -> dict[State, int]:
+            table = max(self._table.rows_to_open, 1 << (count - 1).bit_length())
+            return {REQUESTS: table, **{state: rows * count for state, rows in demand.items()}}
+
+        def fits(count: int) -> bool:
+            return all(self.admits([row] * count, more(count)) for row in rows)
+
+        most = bisect_left(range(1, requests + 1), True, key=lambda count: not fits(count))
+        for row in rows if most else ():
+            for room in self._shared([row] * most):
+                self._table.cover(room, room, more(most))
+        while len(self._table.columns) < most and self._grow():
+            pass
+        return most
+
+    def ladder(self, rows: Sequence[TableRow], requests: int) -> Iterator[tuple[Room, int, bool]]:
+        """Give the steps that so many requests like these may need, the largest first: room, group, and whether it is marked."""
+        longest = max(row.length for row in rows)
+        for group in dict.fromkeys(kind.group for kind in self._warm):
+            kinds = self._beside(group, [kind for kind in self._kinds if kind.group == group])
+            needed, block, own_rows = _needed(kinds)
+            marks = any(row.marks for row in rows if self.group_of(row) == group)
+            most = max(needed, longest, min(requests * longest, self._most_tokens))
+            for marked in (False, True)[: 1 + marks]:
+                phase, blocks = _phase(kinds, marked=marked), _rung(most, block)
+                while blocks:
+                    for room in Room.ladder(phase, requests, blocks, block, own_rows):
+                        yield room, group, marked
+                    blocks = _below(blocks)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     def group_of(self, row: TableRow) -> int:
         """Return the number of the requests that share steps with this one."""
@@ -202,7 +262,7 @@ class Scheduler:
         length = asked.end - asked.begin
         decides, fills = asks & ~asked.fills, asks & asked.fills
         deciding, prompts = int(length[decides].sum()), int(length[fills].sum())
-        kinds = [kind for kind in self._kinds if kind.group == group]
+        kinds = self._beside(group, [kind for kind in self._kinds if kind.group == group])
         needed, _, own_rows = _needed(kinds)
         rows = min(max(int(asked.rows[decides].sum()), own_rows), deciding or own_rows)
         least = max(needed, min(deciding, self._most_tokens))
@@ -245,8 +305,8 @@ class Scheduler:
         """The room of the next step: for as many tokens and rows to decide as are asked for, fit, and delay nobody too long."""
         table, (needed, block, own_rows) = self._table, _needed(kinds)
         fewest, blocks, own = _rung(needed, block), _rung(most, block), _rung(least, block)
-        alone = Room.of(asking(fewest, block, own_rows).phase, 1, fewest, block, own_rows)  # as it was admitted
-        table.cover(alone, asking(own, block, own_rows))
+        alone = Room.of(asking(fewest, block, own_rows).phase, 1, fewest, block, own_rows)
+        table.cover(alone, asking(own, block, rows))
         while blocks > fewest and not table.fits(asking(blocks, block, rows)):
             blocks = max(_below(blocks), fewest)
         if blocks <= fewest and not table.fits(asking(blocks, block, rows)):

@@ -305,10 +305,13 @@ def most_rows(sizes: Iterable[StepSize]) -> dict[State, int]:
     return found
 
 
-def rounded_states(states: Mapping[State, int]) -> frozenset[tuple[State, int]]:
-    """Return the rows of each state, rounded up as for planning."""
+def rounded_states(states: Mapping[State, int], share: int = 8) -> frozenset[tuple[State, int]]:
+    """Return the rows of each state, rounded up as for planning, by an eighth at most or another `share`."""
     return frozenset(
-        [(state, bucket(count, least=state.least_rows, doubled=FEWEST_ROWS)) for state, count in states.items()]
+        [
+            (state, bucket(count, least=state.least_rows, doubled=FEWEST_ROWS, share=share))
+            for state, count in states.items()
+        ]
     )
 
 

@@ -243,6 +243,14 @@ class Engine:
         self._graphs.begin()
         return self._run(step, config) if step.size.bucketed is None else self._run_two(step, config)
 
+    def rehearse(self, step: PackedStep) -> None:
+        """Run a step that serves nobody, the second graph of a cut one at every size, until all graphs are bound and captured."""
+        for _ in range(2 if self._on_cuda else 1):  # the second run captures
+            self.run(step)
+            for kept in step.buckets:
+                self._run(step.graph(), None)
+                self._run(step.graph(kept), None)
+
     def prepare(self, step: PackedStep) -> None:
         """Write a step's inputs to the pinned image that the device copies from, if the step is bound."""
         bound = self._bound.get((step.key, None))

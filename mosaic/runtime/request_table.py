@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from time import perf_counter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -48,6 +49,7 @@ KEPT_STEPS: Final = 512
 DECIDED: Final = (1, 2, 4, 6, 8)
 """Eighths of a step's tokens that it has rows to decide for: unembedding takes a tenth of a step, and each number of rows is a plan
 more for every number of tokens."""
+NO_ROWS: Final[Mapping[State, int]] = MappingProxyType({})
 _OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score", COUNT)
 """Of a step; the last is of one that is cut."""
 
@@ -91,15 +93,32 @@ class Room(NamedTuple):
     @classmethod
     def of(cls, phase: Phase, requests: int, blocks: int, block: int, rows: int) -> Room:
         """Return room for at least so many requests and rows, in one of few numbers of windows and rows."""
-        windows = blocks
-        while windows > 1 and -(-windows // 2) >= requests:
-            windows = -(-windows // 2)
+        windows = min([count for count in _windows(blocks) if count >= requests], default=blocks)
         return cls(phase, windows, blocks, block, decided(rows, blocks * block))
+
+    @classmethod
+    def ladder(cls, phase: Phase, requests: int, blocks: int, block: int, own_rows: int) -> list[Room]:
+        """Return all rooms of so many blocks for up to so many requests, each of which decides up to `own_rows` rows."""
+        found = dict[Room, None]()
+        for count in {min(windows, requests) for windows in _windows(blocks)}:
+            least, most = (decided(rows, blocks * block) for rows in (own_rows, own_rows * count))
+            for rows in decisions(blocks * block):
+                if least <= rows <= most:
+                    found[cls.of(phase, count, blocks, block, rows)] = None
+        return list(found)
 
     @property
     def tokens(self) -> int:
         """Tokens of the step."""
         return self.blocks * self.block
+
+
+def _windows(blocks: int) -> list[int]:
+    """The numbers of windows of steps of so many blocks: a quarter of the next larger one."""
+    found = [blocks]
+    while found[-1] > 1:
+        found.append(-(-found[-1] // 4))
+    return found
 
 
 def decided(rows: int, tokens: int) -> int:
@@ -108,9 +127,14 @@ def decided(rows: int, tokens: int) -> int:
     >>> decided(4, 64), decided(300, 1024), decided(700, 1024), decided(0, 8192)
     (64, 512, 768, 1024)
     """
+    return next(found for found in decisions(tokens) if found >= min(rows, tokens))
+
+
+def decisions(tokens: int) -> list[int]:
+    """Return all that `decided` returns for steps of so many tokens, ascending."""
     if tokens <= MOST_DOUBLED:  # unembedding them all takes as long as unembedding one
-        return tokens
-    return next(found for share in DECIDED if (found := -(-tokens * share // DECIDED[-1])) >= min(rows, tokens))
+        return [tokens]
+    return [-(-tokens * share // DECIDED[-1]) for share in DECIDED]
 
 
 class Launched(NamedTuple):
@@ -270,6 +294,10 @@ class RequestTable:
     def _free_rows(self) -> None:
         while self._leaving and self._leaving[0][1] <= self._read:
             self._free.append(self._leaving.popleft()[0])
+        self.rest()
+
+    def rest(self) -> None:
+        """Give the session's rows back if nobody has any."""
         if len(self._free) == len(self.columns) and self.is_open:  # an idle session holds nothing
             self._unsent.clear()
             self._own.close()
@@ -280,9 +308,7 @@ class RequestTable:
         """Return the size of a step with this room, beside rows of states."""
         taken, (phase, windows, blocks, block, rows) = dict(states), room
         lengths = [block * (blocks // windows + int(number < blocks % windows)) for number in range(windows)]
-        owned = max(
-            -(-taken.get(KV, 0) // windows), lengths[0]
-        )  # so that all keys are counted, as a step may rank all of them
+        owned = max(-(-taken.get(KV, 0) // windows), lengths[0])  # all keys are counted: a step may rank all of them
         return StepSize(
             phase=phase, windows=tuple(lengths), keys=(owned,) * windows, rows=rows, extents=max(taken.get(HELD_EXTENTS, 0), 1),
             states={**taken, KV: max(taken.get(KV, 0), owned)}, exact=True,
@@ -302,21 +328,27 @@ class RequestTable:
         states = self._engine.states_with(more)
         if _within(states, dict(self.planned)) and self.fits(room):
             return True
-        return any(self.fits(room, found) for found in (rounded_states(states), self.beside(more)))
+        return any(self.fits(room, found) for found in _roundings(states))
 
-    def cover(self, least: Room, wanted: Room) -> None:
-        """Plan steps from now on for at least the rows of states that there are, and for as many as there were if there is room.
+    def cover(self, least: Room, wanted: Room, more: Mapping[State, int] = NO_ROWS) -> None:
+        """Plan steps from now on for the rows of states that there are once `more` are taken, and for as many as there were.
 
-        There is none if the `least` step would not fit. If less than half is taken and the `wanted` one would not fit, steps go
-        without the rest, too.
+        If the `least` step does not fit beside them, or less than half is taken and the `wanted` one does not fit, steps go without
+        what is not taken.
         """
-        states, before = self._engine.states, dict(self.planned)
+        states, before = self._engine.states_with(more), dict(self.planned)
         emptier = 2 * sum(states.values()) < sum(before.values())
         if _within(states, before) and self.fits(wanted if emptier else least):
             return
         most = {state: max(count, states.get(state, 0)) for state, count in {**states, **before}.items()}
-        tried = [*([] if emptier else [rounded_states(most)]), rounded_states(states)]
-        self.planned = next((found for found in tried if self.fits(least, found)), self.beside({}))
+        tried = [*([] if emptier else _roundings(most)), *_roundings(states)]
+        fitting = (found for room in (wanted, least) for found in tried if self.fits(room, found))
+        self.planned = next(fitting, tried[-1])
+
+    def rehearse(self, room: Room, group: int, *, marked: bool) -> None:
+        """Plan, compile and capture a step, which serves nobody."""
+        self.predicted_ms(room)
+        self._engine.rehearse(self._step(0, 0, group, marked, room))
 
     def predicted_ms(self, room: Room) -> float:
         """Return how long the plan of such a step says that it takes; found once, whatever the states hold."""
@@ -404,3 +436,8 @@ class RequestTable:
 
 def _within(states: Mapping[State, int], planned: Mapping[State, int]) -> bool:
     return all(count <= planned.get(state, 0) for state, count in states.items())
+
+
+def _roundings(states: Mapping[State, int]) -> list[frozenset[tuple[State, int]]]:
+    """Rows of states, rounded up by an eighth, so that few sizes serve; by less, where memory is short; and as they are."""
+    return [rounded_states(states), rounded_states(states, share=64), frozenset(states.items())]
