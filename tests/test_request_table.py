@@ -411,21 +411,26 @@ def test_prompts_come_in_chunks_that_a_step_has_room_for(models: dict[str, Compi
 
 
 def test_a_table_does_not_grow_into_the_room_of_generators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many requests as there is room for, every other one a generator, beside a table that is too small for its own."""
+    """As many requests as there is room for, half of them generators of another session, beside a table with too few rows."""
     monkeypatch.setattr("mosaic.runtime.request_table.ROWS", 4)
     one_step = StepSize(windows=(8,), rows=4)
     least = Planner(load(CONFIGS["sdar"]), device="cpu", host_budget=0).needed(one_step)
-    budget = least + 500 * KIB
-    with mosaic.compile(CONFIGS["sdar"], seed=3, host_budget=0, budget=budget) as model, model.session() as session:
-        config = GenerationConfig(gen_length=4, stop_at_eos=False)
-        both = [config, replace(config, block_cache="dc")]
-        asked = (Submission(prompt=prompt_of(40), config=config) for config in cycle(both))
-        for submission in asked:
-            if not session.admits(submission):
+    config = GenerationConfig(gen_length=4, stop_at_eos=False)
+    with (
+        mosaic.compile(CONFIGS["sdar"], seed=3, host_budget=0, budget=least + 500 * KIB) as model,
+        model.session() as tabled,
+        model.session() as generators,
+    ):
+        ways = cycle([(tabled, config), (generators, replace(config, algorithm=USERS_OWN))])
+        for session, way in ways:
+            asked = Submission(prompt=prompt_of(80), config=way)
+            if not session.admits(asked):
                 break
-            session.submit_all([submission])
-        assert len(session.live) > 40
-        session.advance(6)
+            session.submit_all([asked])
+        assert len(generators.live) > 15
+        for _ in range(4):
+            tabled.advance()
+            generators.advance()
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -285,9 +285,11 @@ class Scheduler:
 
     def _grow(self) -> bool:
         """Make the table larger for those who wait, if all that was admitted to any session fits beside it then."""
-        table = self._table
-        sizes = self._runner.sharing().beside([self.sizes((), {})])
-        if not self._runner.admits(sizes, more={REQUESTS: 3 * len(table.columns)}) or not table.grow():
+        table, shared = self._table, self._runner.sharing()
+        rows, generators = {REQUESTS: 3 * len(table.columns)}, shared.beside([], rows=True)
+        if generators and not self._runner.admits(generators, more=rows):
+            return False
+        if not all(other.admits((), rows) for other in shared.tables) or not table.grow():
             return False
         more = len(table.columns) - len(self._live)
         self._requests = np.concatenate([self._requests, np.full(more, None, dtype=object)])
