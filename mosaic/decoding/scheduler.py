@@ -284,9 +284,10 @@ class Scheduler:
         return columns
 
     def _grow(self) -> bool:
-        """Make the table larger for those who wait, if the smallest step fits beside it then."""
+        """Make the table larger for those who wait, if all that was admitted to any session fits beside it then."""
         table = self._table
-        if not self.admits((), {REQUESTS: 3 * len(table.columns)}) or not table.grow():
+        sizes = self._runner.sharing().beside([self.sizes((), {})])
+        if not self._runner.admits(sizes, more={REQUESTS: 3 * len(table.columns)}) or not table.grow():
             return False
         more = len(table.columns) - len(self._live)
         self._requests = np.concatenate([self._requests, np.full(more, None, dtype=object)])
