@@ -43,7 +43,7 @@ DELAY_MS: Final = 50.0
 SHARES: Final = 8
 """Rungs between a number of blocks and twice as many."""
 FORESEEN_EXTENTS: Final = 4
-"""Extents of keys that warm steps have room for, for each request: random requests that come and go have two on average."""
+"""Extents of keys that warm steps have room for, for each request: of 64 to 256 random requests that come and go, 3.5 at most."""
 _NEVER: Final = bits(ALL)
 AHEAD: Final = 2
 """Steps that are launched before the first of them is read, on a device."""

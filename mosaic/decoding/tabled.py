@@ -63,6 +63,8 @@ class TabledRequest(LiveRequest):
         """Take the rows of all states, and a row of the table if one is free."""
         try:
             self._canvas.reserve()
+            held, keys = (cast("OwnedRows", self._canvas.rows_of(state)) for state in (HELD_EXTENTS, KV))
+            held.drop(len(keys.extents))  # it was admitted for as many as there might have been
             self.enter()
         except BaseException:
             self.end("failed")
