@@ -48,7 +48,7 @@ def table_row(config: GenerationConfig, architecture: Architecture, prompt_len: 
     describe = algorithm_of(config).row
     plain = config.attention is None and config.eviction is None and config.block_cache is None
     waits = config.ahead is not None and config.remasking != "sequential"
-    ranged = bool(architecture.windows) or architecture.rotary.kind == "dynamic" or architecture.shifted
+    ranged = bool(architecture.windows) or architecture.rotary.kind == "dynamic"
     if describe is None or not plain or waits or ranged or len(architecture.eos_token_ids) > STOPS:
         return None
     return describe(config, architecture, prompt_len)

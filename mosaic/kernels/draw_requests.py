@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.requests import floats, mixed
+from mosaic.kernels.shared.requests import closes, floats, mixed
 from mosaic.registrar.request_table import Column
 
 
@@ -23,7 +23,7 @@ def bind(
     rows, outputs = decided_rows.numpy(), [each.numpy() for each in (keys, temperature, top_p, top_k, cuts)]
 
     def run() -> None:
-        for values, nothing in zip(outputs, (0, 0, 1, 0, 0), strict=True):
+        for values, nothing in zip(outputs, _NOTHING, strict=True):
             values.fill(nothing)
         for request, (start, end) in zip(requests.tolist(), pairwise(bounds.tolist()), strict=True):
             if request < 0:
@@ -38,6 +38,8 @@ def bind(
                 column[Column.TOP_K],
                 column[Column.CUTS],
             )
+            if closes(columns[request : request + 1])[0]:
+                given = given[0], *_NOTHING[1:]
             for values, value in zip(outputs, given, strict=True):
                 values[start:end] = value
 
@@ -45,6 +47,7 @@ def bind(
 
 
 launch = launcher(bind)
+_NOTHING = (0, 0, 1, 0, 0)
 _WORD = 2**64 - 1
 
 
@@ -57,7 +60,10 @@ def reference(*, table: Tensor, row: Tensor, cu_rows: Tensor, decided_rows: Tens
         for m in range(start, end):
             own = table[request].tolist()
             key = _mixed(_mixed(own[Column.NOISE] ^ own[Column.STEP]) ^ (int(decided_rows[m]) - own[Column.CANVAS]))
-            keys[m], top_k[m], cuts[m] = key - (key >> 63 << 64), own[Column.TOP_K], own[Column.CUTS]
+            keys[m] = key - (key >> 63 << 64)
+            if own[Column.SHIFTED] and own[Column.BEFORE]:
+                continue
+            top_k[m], cuts[m] = own[Column.TOP_K], own[Column.CUTS]
             temperature[m], top_p[m] = float(floats(own[Column.TEMPERATURE])), float(floats(own[Column.TOP_P]))
     return {
         "keys": torch.tensor(keys), "temperature": torch.tensor(temperature), "top_p": torch.tensor(top_p),

@@ -44,7 +44,7 @@ def bind(
                 block = column[Column.CANVAS] + column[Column.START]
                 there = (kept[block : block + column[Column.BLOCK]] == OPEN).nonzero()[0][: to_row - from_row]
                 decided[from_row:to_row] = block + there
-                numbers[from_row:to_row] = column[Column.START] + there + (start - first)
+                numbers[from_row:to_row] = column[Column.START] + there + (start - first - column[Column.SHIFTED])
             of_keys[from_extent:to_extent] = held[column[Column.EXTENT] :][: to_extent - from_extent]
             least[i], limits[i] = quotas(columns[request : request + 1])[0], floats(column[Column.THRESHOLD])
 
@@ -79,7 +79,7 @@ def reference(
         for position in range(own[Column.START], own[Column.START] + own[Column.BLOCK]):
             if wanted and int(canvas[own[Column.CANVAS] + position]) == OPEN:
                 decided.append(own[Column.CANVAS] + position)
-                numbers.append(at + position - first)
+                numbers.append(at + position - first - own[Column.SHIFTED])
                 wanted -= 1
         of_keys += held_extents[own[Column.EXTENT] : own[Column.EXTENT] + own[Column.EXTENTS]].tolist()
         least[i] = own[Column.QUOTA] + (1 if own[Column.NUMBER] < own[Column.MORE] else 0)

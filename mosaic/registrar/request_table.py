@@ -35,13 +35,13 @@ class Column(IntEnum):
     BLOCK = 8
     """Tokens of a block."""
     WINDOW = 9
-    """What a step computes: `BY_BLOCKS`, `REFRESHED` or `FROM_BLOCK`."""
+    """What a step computes: `BY_BLOCKS`, `REFRESHED`, `FROM_BLOCK` or `WHOLE`."""
     QUOTA = 10
     """Tokens that each step of a block commits at least."""
     MORE = 11
     """How many first steps of a block commit one more."""
-    IN_ORDER = 12
-    """Whether a step decides the first open positions, as many as it commits; otherwise it decides all of the block."""
+    DECIDES = 12
+    """Which open positions of the block a step decides: `OPEN_ONES`, `FIRST_ONES` or `FIRST_ALONE`."""
     TOP_K = 13
     """Of the sampling; 0: off."""
     NOISE = 14
@@ -54,28 +54,42 @@ class Column(IntEnum):
     TOP_P = 21
     CUTS = 22
     """Whether top-p and top-k cut what its tokens are drawn from, so that scores are of what is kept."""
-    WRITTEN = 23
+    SPAN = 23
+    """Tokens of the span around the block, from a multiple of it on, whose keys all its steps see: the block in which the model
+    attends both ways, or `CANVAS_LONG`."""
+    SHIFTED = 24
+    """Whether row i-1 predicts position i."""
+    WRITTEN = 25
     """Tokens of the prefix whose keys are written."""
-    START = 24
+    START = 26
     """Where the block begins that is decoded."""
-    BEFORE = 25
+    BEFORE = 27
     """Tokens before the block whose final keys the next step writes."""
-    NUMBER = 26
-    """Steps of the block so far."""
-    STEP = 27
+    NUMBER = 28
+    """Steps of the block so far; of blocks that share a span of the model, all its steps."""
+    STEP = 29
     """Steps so far that have decided, which random keys count."""
-    OPEN = 28
+    OPEN = 30
     """Positions of the block where nothing is decided."""
-    SERVED = 29
+    WIDE = 31
+    """Whether the next step computes the whole span."""
+    SERVED = 32
     """The turn in which it decided last, at first the one in which it came."""
 
 
-COLUMNS: Final = 30
+COLUMNS: Final = 33
 STOPS: Final = 4
 RUNNING, ENDED = 1, 2
-BY_BLOCKS, REFRESHED, FROM_BLOCK = 0, 1, 2
-"""Windows of a block's steps. By blocks: the block, in its first step with `BEFORE` tokens before it, over the keys up to its end.
-Refreshed: the whole canvas in the first step, then the block, over all keys. From the block: the same, but to the canvas' end."""
+BY_BLOCKS, REFRESHED, FROM_BLOCK, WHOLE = 0, 1, 2, 3
+"""Windows of a block's steps. By blocks: the block, which is the span, in its first step with `BEFORE` tokens before it. Refreshed:
+the whole span in the first step, and on a shifted model until the block's first position is decided; then the block. From the
+block: the same, but then to the canvas' end. Whole: the span. On a shifted model keys of `BEFORE` tokens are written by a step of
+its own: its last row predicts the first position after them, which it decides greedily and alone."""
+CANVAS_LONG: Final = 1 << 31
+"""The span of a model that attends both ways in all of the canvas."""
+OPEN_ONES, FIRST_ONES, FIRST_ALONE = 0, 1, 2
+"""What steps decide: all open positions of the block; the first ones, as many as they commit; or all, but the first position alone
+in the first step."""
 LENGTH, EOS = 1, 2
 """How a request ends: it has all tokens of its answer, or one that stops it."""
 

@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mosaic.registrar.request_table import BY_BLOCKS, FROM_BLOCK, RUNNING, Column
+from mosaic.registrar.request_table import FIRST_ALONE, FIRST_ONES, FROM_BLOCK, RUNNING, Column
 
-__all__ = ["Wanted", "bits", "floats", "mixed", "quotas", "wanted"]
+__all__ = ["Wanted", "bits", "closes", "floats", "mixed", "quotas", "wanted"]
 
 Ints: TypeAlias = NDArray[np.int64]
 Words: TypeAlias = NDArray[np.uint64]
@@ -57,23 +57,30 @@ def quotas(table_SC: Ints) -> Ints:
     return table_SC[:, Column.QUOTA] + (table_SC[:, Column.NUMBER] < table_SC[:, Column.MORE])
 
 
+def closes(table_SC: Ints) -> NDArray[np.bool_]:
+    """Return whether the next step of each request's block writes what precedes it, and decides its first position alone, [S]."""
+    return (table_SC[:, Column.SHIFTED] != 0) & (table_SC[:, Column.BEFORE] > 0)
+
+
 def wanted(table_SC: Ints) -> Wanted:
     """Return what the requests of a table ask for."""
     column = table_SC.T
-    fills = column[Column.WRITTEN] < column[Column.PREFIX]
-    start, length, window = column[Column.START], column[Column.LENGTH], column[Column.WINDOW]
-    first, blocks = column[Column.NUMBER] == 0, window == BY_BLOCKS
-    whole = (first & ~blocks) | (window == FROM_BLOCK)
-    begin = np.where(first, np.where(blocks, start - column[Column.BEFORE], 0), start)
-    end = np.where(whole, length, start + column[Column.BLOCK])
-    rows = np.where(
-        column[Column.IN_ORDER] != 0, np.minimum(quotas(table_SC), column[Column.OPEN]), column[Column.OPEN]
-    )
+    fills, closing, wide = column[Column.WRITTEN] < column[Column.PREFIX], closes(table_SC), column[Column.WIDE] != 0
+    start, length, opened = column[Column.START], column[Column.LENGTH], column[Column.OPEN]
+    span = start - start % np.maximum(column[Column.SPAN], 1)  # rows of nobody have none
+    span_end = np.minimum(span + column[Column.SPAN], length)
+    to_end = wide | (column[Column.WINDOW] == FROM_BLOCK)
+    decides, first = column[Column.DECIDES], column[Column.NUMBER] == 0
+    rows = np.where(decides == FIRST_ONES, np.minimum(quotas(table_SC), opened), opened)
     return Wanted(
         running=column[Column.STATE] == RUNNING,
         fills=fills,
-        begin=np.where(fills, column[Column.WRITTEN], begin),
-        end=np.where(fills, column[Column.PREFIX], end),
-        seen=np.where(fills, 0, np.where(blocks, end, length)),
-        rows=np.where(fills, 0, rows),
+        begin=np.where(fills, column[Column.WRITTEN], np.where(wide, span, start) - column[Column.BEFORE]),
+        end=np.where(
+            fills,
+            column[Column.PREFIX],
+            np.where(closing, start, np.where(to_end, span_end, start + column[Column.BLOCK])),
+        ),
+        seen=np.where(fills, 0, np.where(closing, start, span_end)),
+        rows=np.where(fills, 0, np.where(closing | (first & (decides == FIRST_ALONE)), 1, rows)),
     )
