@@ -67,7 +67,7 @@ from mosaic.models.policies.flashblock import Reused
 from mosaic.models.policies.mage import Selected
 from mosaic.runtime.compiled import CompiledModel
 
-__all__ = ["HEADER", "WAYS", "floor_of", "header_of", "main", "measured", "of_parts", "rows_of", "timings"]
+__all__ = ["HEADER", "WAYS", "NewSizes", "floor_of", "header_of", "main", "measured", "of_parts", "rows_of", "timings"]
 
 HEADER = (
     "block", "requests", "way", "tokens/s", "a step, ms", "kept rows", "floor, ms", "of it", "of whole blocks", "floors allow",
@@ -123,13 +123,13 @@ def measured(
         often = gc.get_threshold()
         gc.freeze()  # as a server would: collecting what was made before takes some milliseconds of every step,
         gc.set_threshold(*RARELY)  # and looking for cycles a seventh of the host's time
-        new = _New(model)
+        new = NewSizes(model)
         warm = warmed(
-            partial(_round, session, replay, requests), new.sizes, least=blocks + LEAST, most=most, quiet=count
+            partial(_round, session, replay, requests), new.count, least=blocks + LEAST, most=most, quiet=count
         )
         runner.sizes, replay.kept, replay.unembedded = [], 0, 0
         timed = [_round(session, replay, requests) for _ in range(count)]
-        new_sizes = new.sizes()
+        new_sizes = new.count()
         sizes, steps = runner.sizes, len(runner.sizes) / len(timed)
         if not _is_replayed(arch, way):  # of these some are launched in vain
             steps = round(steps)
@@ -161,15 +161,15 @@ def warmed(step: Callable[[], object], new_sizes: Callable[[], int], *, least: i
     return steps
 
 
-class _New:
+class NewSizes:
     """Tells sizes of steps that a model has planned and bound since it was asked last."""
 
     def __init__(self, model: CompiledModel) -> None:
         self._model = model
         self._known = WeakSet(model.executors)
 
-    def sizes(self) -> int:
-        """How many there are; they are known then."""
+    def count(self) -> int:
+        """Return how many there are; they are known then."""
         found = [executor for executor in self._model.executors if executor not in self._known]
         self._known.update(found)
         return len(found)

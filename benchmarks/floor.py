@@ -123,6 +123,7 @@ class Floor:
         kept: float | None = None,
         cut: int | None = None,
         prefill: bool = False,
+        pairs: float | None = None,
     ) -> float:
         """Return seconds.
 
@@ -144,6 +145,8 @@ class Floor:
             The layer; None: the step computes all tokens to its end.
         prefill
             Whether the step's own tokens are the keys, of which each sees those of its block and of the blocks before.
+        pairs
+            Of a token and a key that it sees in a layer, where sequences are not alike.
         """
         arch, seconds, last = self.arch, 0.0, len(keys) - 1
         queries, kv = (
@@ -157,9 +160,9 @@ class Floor:
             after = rows if layer == last else tokens if cut is None or layer < cut else kept
             seconds += self._products(2 * arch.hidden * (asked * queries + stored * kv), arch.hidden * (queries + kv))
             seen = read / requests
-            pairs = after * ((seen + arch.block) / 2 if prefill else seen)
+            of_row = (seen + arch.block) / 2 if prefill else seen if pairs is None else pairs / tokens
             seconds += self._best.attention_s(
-                pairs=pairs, keys=read if after else 0.0, heads=arch.attention.heads, kv_heads=arch.attention.kv_heads,
+                pairs=after * of_row, keys=read if after else 0.0, heads=arch.attention.heads, kv_heads=arch.attention.kv_heads,
                 size=arch.attention.head_size, item=self._item,
             )  # fmt: skip
             seconds += self._product(after, queries, arch.hidden) + self._feed_forward(layer, after)

@@ -39,7 +39,7 @@ class Launch(NamedTuple):
 
 
 LAUNCHES = [
-    Launch("advance_requests", "table:l5,30 canvas:l9 row:l2 begin:i2 cu_seqlens:i3 cu_rows:i3 committed:u6", "report:l2,15 table",
+    Launch("advance_requests", "table:l5,36 canvas:l9 row:l2 begin:i2 cu_seqlens:i3 cu_rows:i3 committed:u6", "report:l2,15 table",
            moved="table table canvas=6 row begin cu_seqlens cu_rows committed report", loose="canvas", sliced="committed",
            whole="M"),
     Launch("attention", "q:f6,8 k:f5,4 v:f5,4 cu_seqlens:i3", "y:f6,8", 4 * 4 * 6 * 8,
@@ -47,7 +47,7 @@ LAUNCHES = [
            optional="span block", inplace="y/q", sliced="q y"),
     Launch("confidence", "maximum:f6 logsumexp:f6", "y:f6", 2 * 6, sliced="maximum logsumexp y"),
     Launch("copy", "x:f6,4", "y:f6,4", host="x y", sliced="x y"),
-    Launch("draw_requests", "table:l5,30 row:l2 cu_rows:i3 decided_rows:l6", "keys:l6 temperature:f6 top_p:f6 top_k:i6 cuts:u6",
+    Launch("draw_requests", "table:l5,36 row:l2 cu_rows:i3 decided_rows:l6", "keys:l6 temperature:f6 top_p:f6 top_k:i6 cuts:u6",
            sliced="decided_rows keys temperature top_p top_k cuts", whole="M"),
     Launch("embedding", "ids:l6 table:f9,4", "y:f6,4", moved="ids y y", loose="table", host="table", sliced="ids y"),
     Launch("evict_tokens",
@@ -101,7 +101,7 @@ LAUNCHES = [
            moved="x norm q_weight k_weight v_weight q_bias k_bias v_bias q k v",
            free="norm q_weight k_weight v_weight q_bias k_bias v_bias", loose="arrivals", optional="q_bias k_bias v_bias",
            sliced="x q k v"),
-    Launch("pack_requests", "table:l5,30 room:l1,5", "row:l2 begin:i2 seen:i2 cu_seqlens:i3 cu_rows:i3 cu_extents:i3 table",
+    Launch("pack_requests", "table:l5,36 room:l1,7", "row:l2 begin:i2 seen:i2 cu_seqlens:i3 cu_rows:i3 cu_extents:i3 table",
            attrs={"sequences": 2}, optional="sequences"),
     Launch("page_bounds",
            "q:f6,8 extrema:f9,16 page_table:l5 cu_pages:i3 votes:u6 cu_seqlens:i3 positions:i6", "bound:f4,7", 4 * 3 * 6 * 8,
@@ -115,7 +115,7 @@ LAUNCHES = [
            moved="extents cu_extents page_table cu_pages first_page kv=48", loose="kv extrema", optional="tokens"),
     Launch("perturb_score", "score:f6 keys:l6 temperature:f6", "score", 4 * 6, sliced="score keys temperature"),
     Launch("place_requests",
-           "table:l5,30 canvas:l9 held_extents:l7,4 row:l2 begin:i2 cu_seqlens:i3 cu_rows:i3 cu_extents:i3",
+           "table:l5,36 canvas:l9 held_extents:l7,4 row:l2 begin:i2 cu_seqlens:i3 cu_rows:i3 cu_extents:i3",
            "positions:i5 token_rows:l5 rows:l6 decided_rows:l6 extents:l3,4 quota:i2 threshold:f2",
            attrs={"tokens": 5, "most": 6, "count": 3},
            moved="table canvas=6 held_extents row begin cu_seqlens cu_rows cu_extents positions token_rows rows decided_rows "

@@ -54,6 +54,7 @@ class Requests:
 
     def __init__(self, seed: int) -> None:
         rng = self.rng = random.Random(seed)
+        self.groups = rng.randrange(2)  # whether they are of several, and ask for marked steps
         self.first, self.count, more = rng.choice([0, 3]), rng.choice([1, 5, 40]), rng.choice([0, 2])
         self.table = torch.zeros(self.first + self.count + more, COLUMNS, dtype=torch.int64)
         tokens: list[int] = []
@@ -82,7 +83,7 @@ class Requests:
         written = prefix if at or rng.random() < 0.5 else rng.randrange(0, prefix + block, block)
         canvas = [rng.randrange(20) if p < max(prompt, now) else OPEN for p in range(length)]
         places = list(range(max(prompt, now), now + block))
-        number = rng.randrange(3)
+        number = rng.choice([0, 1, 2, 70])
         for place in rng.sample(places, rng.randrange(len(places)) if number else 0):
             canvas[place] = rng.randrange(20)
         mine = [[rng.randrange(99), rng.randrange(1, 9), rng.randrange(9), 0] for _ in range(rng.randint(1, 3))]
@@ -103,6 +104,8 @@ class Requests:
             column[setting] = bits(rng.random())
         column[Column.WRITTEN], column[Column.START], column[Column.NUMBER] = min(written, prefix), now, number
         column[Column.BEFORE] = span if at and span < CANVAS_LONG and now % span == 0 and not number else 0
+        column[Column.GROUP] = rng.choice([0, 0, 0, 2]) * self.groups
+        column[Column.MARKS] = rng.choice([0, 0, 1, 4, 1 << 62]) * self.groups
         column[Column.STEP], column[Column.SERVED] = rng.randrange(50), rng.randrange(12)
         column[Column.OPEN] = sum(token == OPEN for token in canvas[now : now + block])
         tokens += canvas
@@ -119,7 +122,15 @@ class Requests:
 
     def pack(self) -> Case:
         room = self.room()
-        limits = [self.first, self.count, room["tokens"], room["rows"], room["extents"]]
+        limits = [
+            self.first,
+            self.count,
+            room["tokens"],
+            room["rows"],
+            room["extents"],
+            self.groups * self.rng.choice([0, 2]),
+            self.rng.randrange(2),
+        ]
         given = {"table": self.table.clone(), "room": torch.tensor([limits])}
         outputs = {"row": torch.empty(room["sequences"], dtype=torch.int64)}
         outputs |= {name: torch.empty(room["sequences"], dtype=I32) for name in ("begin", "seen")}
@@ -133,7 +144,7 @@ class Requests:
         case = self.pack()
         found = case.reference()
         self.table = found.pop("table")
-        return found, case.operands["room"][0, 2:].tolist()
+        return found, case.operands["room"][0, 2:5].tolist()
 
     def place(self) -> Case:
         packed, (tokens, rows, extents) = self.packed()

@@ -20,7 +20,7 @@ from test_session_turns import Shown, ShownAsDraft
 from torch import Tensor
 
 import mosaic
-from mosaic.decoding import Algorithm, GenerationConfig, LiveRequest, Session, Step, Submission, block_diffusion
+from mosaic.decoding import Algorithm, GenerationConfig, LiveRequest, Session, Step, Submission, block_diffusion, fast_dllm_v2
 from mosaic.decoding.config import ALGORITHMS
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.runtime.compiled import CompiledModel
@@ -46,6 +46,9 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
 }  # fmt: skip
 USERS_OWN: Any = Algorithm(
     name="mine", decode=block_diffusion.decode, shapes=block_diffusion.shapes, traits=ALGORITHMS["llada2"]
+)
+OWN_V2: Any = Algorithm(
+    name="mine", decode=fast_dllm_v2.decode, shapes=fast_dllm_v2.shapes, traits=ALGORITHMS["fast-dllm-v2"]
 )
 
 
@@ -81,7 +84,7 @@ def drawn(rng: random.Random, family: str, longest: int) -> dict[str, Any]:
         "temperature": rng.choice([0, 0, 0.7, 1.0, 1.3]),
     }  # fmt: skip
     if family == "fast-dllm-v2":
-        ways = rng.choice([{}, {"cache": "dual"}, {"cache": "dual"}, {"block_cache": "dc+"}])
+        ways = rng.choice([{}, {"cache": "dual"}, {"cache": "dual"}, {"algorithm": OWN_V2, "block_length": 8}])
         return config | ways | {
             "small_block_length": rng.choice([2, 4, 8]),
             "threshold": rng.choice([0.02, 0.03, 0.5]), "top_p": rng.choice([None, 0.8]),

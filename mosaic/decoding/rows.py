@@ -6,14 +6,15 @@ are generators on the host.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mosaic.decoding.noise import key_of
 from mosaic.kernels.shared.requests import bits
-from mosaic.models.parts import CANVAS, HELD_EXTENTS, KEPT, KV, REQUESTS, TABLED, Commit
+from mosaic.models.parts import CANVAS, HELD_EXTENTS, KEPT, KV, REQUESTS, TABLED, CachePolicy, Commit, Cut
+from mosaic.models.parts.table import own_column, own_states
 from mosaic.models.phase import Phase
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import BY_BLOCKS, CANVAS_LONG, COLUMNS, OPEN_ONES, STOPS, Column
@@ -21,6 +22,7 @@ from mosaic.registrar.request_table import BY_BLOCKS, CANVAS_LONG, COLUMNS, OPEN
 if TYPE_CHECKING:
     from mosaic.decoding.canvas import Canvas, Sampling
     from mosaic.models.state import State
+    from mosaic.runtime.state_rows import OwnedRows
 
 __all__ = ["ALL", "TableRow", "columns_of", "demand_of"]
 
@@ -55,6 +57,10 @@ class TableRow(NamedTuple):
         Which open positions of the block steps decide.
     shifted
         Whether row i-1 predicts position i.
+    cache, cut
+        Of the kind of step, as policies have made them; where a step is marked, what covers this cache.
+    marks
+        Bit n: step n of a block is marked (`Column.MARKS`).
     """
 
     sampling: Sampling
@@ -69,11 +75,14 @@ class TableRow(NamedTuple):
     threshold: float = ALL
     decides: int = OPEN_ONES
     shifted: bool = False
+    cache: CachePolicy = KEPT
+    cut: Cut | None = None
+    marks: int = 0
 
     @property
     def phase(self) -> Phase:
         """The kind of step that serves it."""
-        return Phase(tokens=TABLED, cache=KEPT, head=self.sampling.head, commit=RULE)
+        return Phase(tokens=TABLED, cache=self.cache, cut=self.cut, head=self.sampling.head, commit=RULE)
 
     @property
     def most_tokens(self) -> int:
@@ -94,7 +103,7 @@ def demand_of(row: TableRow, holes: int) -> dict[State, int]:
     return {KV: row.length, CANVAS: row.length, HELD_EXTENTS: holes + 1}
 
 
-def columns_of(row: TableRow, canvas: Canvas) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def columns_of(row: TableRow, canvas: Canvas, group: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the columns of a request that has not begun, [COLUMNS], and its canvas, [N], `OPEN` where nothing is decided."""
     config, column = canvas.config, np.zeros(COLUMNS, dtype=np.int64)
     tokens = np.where(canvas.mask_array, OPEN, canvas.token_array)
@@ -107,8 +116,11 @@ def columns_of(row: TableRow, canvas: Canvas) -> tuple[NDArray[np.int64], NDArra
         Column.THRESHOLD: bits(row.threshold), Column.TEMPERATURE: bits(row.sampling.temperature),
         Column.TOP_P: bits(row.sampling.top_p), Column.CUTS: int(row.sampling.head.cuts), Column.START: row.start,
         Column.SPAN: row.span or CANVAS_LONG, Column.SHIFTED: int(row.shifted), Column.BEFORE: row.before, Column.WIDE: 1,
+        Column.GROUP: group, Column.MARKS: row.marks,
         Column.OPEN: int(canvas.mask_array[row.start : row.start + row.block].sum()),
     }  # fmt: skip
     column[[int(key) for key in given]] = list(given.values())
     column[Column.STOP : Column.STOP + STOPS] = stops[:STOPS]
+    for state in own_states(row.phase):
+        column[own_column(row.phase, state)] = cast("OwnedRows", canvas.rows_of(state)).runs(0, 1)[0][0]
     return column, tokens

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from mosaic.decoding.rows import ALL
 from mosaic.decoding.tabled import ServedSteps
-from mosaic.kernels.shared.requests import wanted
-from mosaic.models.parts import REQUESTS
+from mosaic.kernels.shared.requests import bits, closes, quotas, wanted
+from mosaic.models.parts import KEPT, REQUESTS, CachePolicy, Cut
 from mosaic.models.phase import Phase, shared_phase
+from mosaic.models.policies.policy import with_parts
 from mosaic.models.step import StepSize, bucket
-from mosaic.registrar.request_table import Reported
+from mosaic.registrar.request_table import CANVAS_LONG, ENDED, FIRST_ONES, WHOLE, Column, Reported
 from mosaic.runtime.interrupts import interrupts_held
+from mosaic.runtime.request_table import decided
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,16 +40,27 @@ MOST_TOKENS: Final = 8192
 DELAY_MS: Final = 50.0
 SHARES: Final = 8
 """Rungs between a number of blocks and twice as many."""
+_NEVER: Final = bits(ALL)
 AHEAD: Final = 2
 """Steps that are launched before the first of them is read, on a device."""
 
 
 class _Kind(NamedTuple):
-    """What the size of a step has to know of a request: the kind of step, tokens of its largest one, and of a block."""
+    """What the size of a step has to know of a request: its group, the kind of step, tokens of its largest one, and of a block."""
 
+    group: int
     phase: Phase
     tokens: int
     block: int
+
+
+class _InFlight(NamedTuple):
+    """A step that is on its way: of which group, whether it is marked, and its room."""
+
+    group: int
+    marked: bool
+    tokens: int
+    rows: int
 
 
 class Scheduler:
@@ -75,6 +90,10 @@ class Scheduler:
         self._live, self._told = np.zeros((2, len(table.columns)), dtype=np.bool_)
         self._waiting: deque[TabledRequest] = deque()
         self._kinds = Counter[_Kind]()
+        self._groups: dict[tuple[CachePolicy, Cut | None], int] = {(KEPT, None): 0}
+        self._turns: list[int] = [0]  # by group, the launch in which it had its last one
+        self._launches = self._deciding = self._decided = 0
+        self._in_flight: deque[_InFlight] = deque()
         self._served: ServedSteps | None = None
         self.in_vain = 0
 
@@ -88,17 +107,39 @@ class Scheduler:
         """Whether there is one."""
         return self.count > 0
 
-    def size(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> StepSize | None:
-        """Return the smallest step that serves any live request and these, beside `more` rows of states; None if there is none."""
-        kinds = [*self._kinds, *map(_kind_of, rows)]
-        if not kinds:
-            return None
-        least, block, most = _needed(kinds)
-        return self._table.size(_phase(kinds), _rung(least, block), block, most, more)
+    def admits(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> bool:
+        """Return whether the smallest steps that serve any live request and these fit once `more` rows of states are taken."""
+        return all(self._table.admits(*least, more) for least in self._least(rows))
+
+    def sizes(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> list[StepSize]:
+        """Return the sizes of these steps, one a group."""
+        return [self._table.size(*least, self._table.beside(more)) for least in self._least(rows)]
+
+    def _least(self, rows: Iterable[TableRow]) -> list[tuple[Phase, int, int, int]]:
+        """Of each group's smallest step that cannot be cut: its kind, blocks, tokens of a block and rows to decide."""
+        kinds = [*self._kinds, *(kind for row in rows for kind in self._kinds_of(row))]
+        found = []
+        for group in {kind.group: None for kind in kinds}:
+            mine = [kind for kind in kinds if kind.group == group]
+            least, block, most = _needed(mine)
+            found.append((_phase(mine, marked=True), _rung(least, block), block, most))
+        return found
+
+    def group_of(self, row: TableRow) -> int:
+        """Return the number of the requests that share steps with this one."""
+        return self._groups.setdefault((row.cache.covering, row.cut), len(self._groups))
+
+    def _kinds_of(self, row: TableRow) -> list[_Kind]:
+        """The kinds of steps of a request: those of its group, and those that write its prompt."""
+        group, phase = self.group_of(row), row.phase
+        found = [_Kind(group, phase, row.most_tokens, row.block)]
+        if group and row.prefix:
+            found.append(_Kind(0, replace(phase, cache=KEPT, cut=None), row.span, row.block))
+        return found
 
     def add(self, request: TabledRequest) -> None:
         """Take a request that has begun."""
-        self._kinds[_kind_of(request.row)] += 1
+        self._kinds.update(self._kinds_of(request.row))
         self._placed(request)
 
     def _placed(self, request: TabledRequest) -> None:
@@ -116,8 +157,7 @@ class Scheduler:
             self._requests[request.place], self._live[request.place] = None, False
         else:
             return
-        self._kinds[_kind_of(request.row)] -= 1
-        self._kinds += Counter()  # leaves out those of nobody
+        self._kinds -= Counter(self._kinds_of(request.row))  # leaves out those of nobody
 
     def step(self) -> ServedSteps:
         """Run a step; on a device, launch the one after it before its outcome is waited for.
@@ -131,6 +171,7 @@ class Scheduler:
                 self._launch()
             table.wait()
             with interrupts_held():
+                self._in_flight.popleft()
                 self._served = self._of_live(table.read())
         return self._served
 
@@ -141,6 +182,8 @@ class Scheduler:
     def _of_live(self, served: Served) -> ServedSteps | None:
         """What a step did for live requests, if it served any."""
         numbers = served.report[:, Reported.ROW]
+        self._deciding += int((np.diff(served.report[:, Reported.ROWS], prepend=0) > 0).sum())
+        self._decided += int(served.committed.sum())
         places = self._live[numbers].nonzero()[0]
         if not len(places):
             self.in_vain += 1
@@ -154,24 +197,41 @@ class Scheduler:
                 request = self._waiting.popleft()
                 request.enter()
                 self._placed(request)
-        columns = self._table.columns
+        columns = self._expected()
         asked = wanted(columns)
+        groups = asked.group[asked.running]
+        while len(self._turns) < len(self._groups):
+            self._turns.append(0)
+        group = min(groups.tolist() or [0], key=self._turns.__getitem__)
+        asks = asked.running & (asked.group == group)
         length = asked.end - asked.begin
-        decides, fills = asked.running & ~asked.fills, asked.running & asked.fills
+        decides, fills = asks & ~asked.fills, asks & asked.fills
         deciding, prompts = int(length[decides].sum()), int(length[fills].sum())
-        needed, block, own_rows = _needed(self._kinds)
+        kinds = [kind for kind in self._kinds if kind.group == group]
+        needed, block, own_rows = _needed(kinds)
         rows = min(max(int(asked.rows[decides].sum()), own_rows), deciding or own_rows)
         least = max(needed, min(deciding, self._most_tokens))
-        most = min(deciding + prompts, max(least, self._most_tokens))
-        phase = _phase(self._kinds)
-        blocks, rows = self._room(phase, least, most, rows, several=deciding > 0 and prompts > 0)
-        self._table.launch(phase, blocks, block, rows)
+        most = max(least, min(deciding + prompts, self._most_tokens))
+        marked = bool(asked.marked[decides].any())
+        phase = _phase(kinds, marked=marked)
+        blocks, rows = self._room(phase, least, most, rows, kinds, several=deciding > 0 and prompts > 0)
+        self._table.launch(phase, group, blocks, block, rows, marked=marked)
+        self._launches += 1
+        self._turns[group] = self._launches
+        self._in_flight.append(_InFlight(group, marked, blocks * block, rows))
+
+    def _expected(self) -> NDArray[np.int64]:
+        """The table as it will be when what is in flight has ended: requests decide what they have to, or what is usual."""
+        columns = self._table.columns
+        for step in self._in_flight:
+            columns = columns.copy()
+            _go_on(columns, step, self._decided // max(self._deciding, 1))
+        return columns
 
     def _grow(self) -> bool:
         """Make the table larger for those who wait, if the smallest step fits beside it then."""
         table = self._table
-        size = self.size((), {})
-        if size is None or not self._runner.admits([size], more={REQUESTS: 3 * len(table.columns)}) or not table.grow():
+        if not self.admits((), {REQUESTS: 3 * len(table.columns)}) or not table.grow():
             return False
         more = len(table.columns) - len(self._live)
         self._requests = np.concatenate([self._requests, np.full(more, None, dtype=object)])
@@ -180,24 +240,51 @@ class Scheduler:
         )
         return True
 
-    def _room(self, phase: Phase, least: int, most: int, rows: int, *, several: bool) -> tuple[int, int]:
+    def _room(
+        self, phase: Phase, least: int, most: int, rows: int, kinds: Collection[_Kind], *, several: bool
+    ) -> tuple[int, int]:
         """Blocks and rows to decide of the next step: as many as are asked for, fit, and delay nobody too long."""
-        table, (needed, block, own_rows) = self._table, _needed(self._kinds)
-        fewest, blocks = _rung(needed, block), _rung(most, block)
+        table, (needed, block, own_rows) = self._table, _needed(kinds)
+        fewest, blocks, own = _rung(needed, block), _rung(most, block), _rung(least, block)
+        table.cover(phase, fewest, own, block, own_rows)
         while blocks > fewest and not table.fits(phase, blocks, block, rows):
             blocks = max(_below(blocks), fewest)
         if blocks <= fewest and not table.fits(phase, blocks, block, rows):
             rows = min(rows, own_rows)  # of one request, as it was admitted
         if several:
-            own = _rung(least, block)
             limit = max(self._delay_ms, table.predicted_ms(phase, min(own, blocks), block, rows))
             while blocks > own and table.predicted_ms(phase, blocks, block, rows) > limit:
                 blocks = max(_below(blocks), own)
-        return blocks, rows
+        return blocks, decided(rows, blocks * block)
 
 
-def _kind_of(row: TableRow) -> _Kind:
-    return _Kind(row.phase, row.most_tokens, row.block)
+def _go_on(columns: NDArray[np.int64], step: _InFlight, usual: int) -> None:
+    """Move a table on by a step, as far as the host can say: requests decide as many tokens as they have to, or as is usual."""
+    asked, column = wanted(columns), columns.T
+    asks = asked.running & (asked.group == step.group) & (~asked.marked | step.marked)
+    order = np.argsort(column[Column.SERVED], kind="stable")
+    length = asked.end - asked.begin
+    decides = order[(asks & ~asked.fills)[order]]
+    tokens = np.cumsum(length[decides])
+    fit = (tokens <= step.tokens) & (np.cumsum(asked.rows[decides]) <= step.rows)
+    served, used = decides[fit], int(tokens[fit][-1]) if fit.any() else 0
+    fills = order[(asks & asked.fills)[order]]
+    before = np.cumsum(length[fills]) - length[fills]
+    given = np.clip(step.tokens - used - before, 0, length[fills])
+    column[Column.WRITTEN, fills] += given // column[Column.SPAN, fills] * column[Column.SPAN, fills]
+    least = quotas(columns[served])
+    exactly = (column[Column.THRESHOLD, served] == _NEVER) | (column[Column.DECIDES, served] == FIRST_ONES)
+    column[Column.SERVED, served] = column[Column.SERVED].max(initial=0) + 1
+    column[Column.OPEN, served] -= np.minimum(np.where(exactly, least, np.maximum(least, usual)), asked.rows[served])
+    column[Column.NUMBER, served] += ~closes(columns[served])
+    column[Column.BEFORE, served] = 0
+    done = served[column[Column.OPEN, served] <= 0]
+    column[Column.START, done] += column[Column.BLOCK, done]
+    column[Column.OPEN, done], span = column[Column.BLOCK, done], column[Column.SPAN, done]
+    column[Column.BEFORE, done] = np.where(column[Column.START, done] % span, 0, span)
+    column[Column.NUMBER, done[(column[Column.BEFORE, done] > 0) | (span == CANVAS_LONG)]] = 0
+    column[Column.WIDE, served] = (column[Column.WINDOW, served] == WHOLE) | (column[Column.NUMBER, served] == 0)
+    column[Column.STATE, done[column[Column.START, done] >= column[Column.END, done]]] = ENDED
 
 
 def _needed(kinds: Collection[_Kind]) -> tuple[int, int, int]:
@@ -206,9 +293,10 @@ def _needed(kinds: Collection[_Kind]) -> tuple[int, int, int]:
     return max([kind.tokens for kind in kinds]), min(blocks), max(blocks)
 
 
-def _phase(kinds: Collection[_Kind]) -> Phase:
-    """The kind of step that serves all."""
-    return shared_phase([kind.phase for kind in kinds])
+def _phase(kinds: Collection[_Kind], *, marked: bool) -> Phase:
+    """The kind of step that serves all of a group."""
+    phase = shared_phase([kind.phase for kind in kinds])
+    return with_parts(phase, cache=phase.cache.covering) if marked else phase
 
 
 def _rung(tokens: int, block: int) -> int:

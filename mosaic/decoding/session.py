@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -120,7 +120,7 @@ class Session(ClosesOnExit):
         self._scheduler = (
             None if self._table is None else Scheduler(runner, self._table, max_num_batched_tokens, max_delay_ms)
         )
-        self._least: StepSize | None = None  # of the table's steps, as other sessions are told
+        self._shared.table = self._scheduler
         self._tabled_last = False
 
     @property
@@ -136,7 +136,7 @@ class Session(ClosesOnExit):
     def admits(self, *submissions: Submission) -> bool:
         """Return whether every future step fits the budget, with all that is live and these requests added; as for `submit`."""
         with interrupts_held(), self._runner.exclusive(), interrupts_let_through():
-            return self._has_room(*self._asked(self._described(submissions)))
+            return self._has_room(self._described(submissions))
 
     def submit(
         self,
@@ -168,9 +168,8 @@ class Session(ClosesOnExit):
         with interrupts_held() as raise_pending, self._runner.exclusive():
             with interrupts_let_through():
                 described = self._described(submissions)
-                sizes, rows = self._asked(described)
-                if not self._has_room(sizes, rows):
-                    self._runner.check(sizes, more=rows)  # says what is missing
+                if not self._has_room(described):
+                    self._refuse(described)
             started = [self._made(one) for one in described]
             with ExitStack() as withdrawing:
                 for request in started:
@@ -232,23 +231,30 @@ class Session(ClosesOnExit):
             self._read = Tokenizer(path)
         return self._read
 
-    def _asked(self, more: Sequence[_Described]) -> tuple[list[StepSize], Counter[State]]:
-        """The largest steps that live requests and `more` may share, and the rows that `more` take."""
+    def _has_room(self, more: Sequence[_Described]) -> bool:
+        """Whether each step that live requests of all sessions and `more` may share fits."""
+        sizes, tabled, rows = self._asked(more)
+        if sizes and not self._runner.admits(sizes, more=rows):
+            return False
+        return all(table.admits(tabled if table is self._scheduler else (), rows) for table in self._shared.tables)
+
+    def _refuse(self, more: Sequence[_Described]) -> None:
+        """Say what is missing."""
+        sizes, tabled, rows = self._asked(more)
+        for table in self._shared.tables:
+            sizes += table.sizes(tabled if table is self._scheduler else (), rows)
+        self._runner.check(sizes, more=rows)
+
+    def _asked(self, more: Sequence[_Described]) -> tuple[list[StepSize], list[TableRow], Counter[State]]:
+        """The largest steps that generators may share, who comes to the table, and the rows that `more` take."""
         rows: Counter[State] = Counter()
         for described in more:
             rows.update(described.demand)
-        sizes = self._shared.beside([described.largest for described in more if described.row is None])
         tabled = [described.row for described in more if described.row is not None]
-        if self._scheduler is not None and self._table is not None:
-            if tabled:
-                rows[REQUESTS] = self._table.rows_to_open
-            least = self._scheduler.size(tabled, rows)
-            sizes = [size for size in sizes if size is not self._least] + ([] if least is None else [least])
-        return sizes, rows
-
-    def _has_room(self, sizes: Sequence[StepSize], rows: Mapping[State, int]) -> bool:
-        """Whether each of the steps fits, with these rows taken."""
-        return not sizes or self._runner.admits(sizes, more=rows)
+        if tabled and self._table is not None:
+            rows[REQUESTS] = self._table.rows_to_open
+        generators = [described.largest for described in more if described.row is None]
+        return self._shared.beside(generators, rows=bool(tabled)), tabled, rows
 
     def _made(self, described: _Described) -> LiveRequest:
         """Make a live request that has asked for no step yet."""
@@ -263,8 +269,11 @@ class Session(ClosesOnExit):
         )
         decode = self._tokenizer().decode if is_text(described.submission.prompt) else None
         request: LiveRequest
-        if described.row is not None and self._table is not None:
-            request = TabledRequest(self._submitted, described.submission, canvas, described.row, self._table, decode)
+        if described.row is not None and self._table is not None and self._scheduler is not None:
+            group = self._scheduler.group_of(described.row)
+            request = TabledRequest(
+                self._submitted, described.submission, canvas, described.row, group, self._table, decode
+            )
         else:
             request = LiveRequest(self._submitted, described.submission, canvas, described.largest, decode)
         self._submitted += 1
@@ -280,7 +289,6 @@ class Session(ClosesOnExit):
         request.begin()
         if self._scheduler is not None and isinstance(request, TabledRequest):
             self._scheduler.add(request)
-            self._tell_least()
         if request.generation is not None:
             self._forget(request)
 
@@ -290,18 +298,9 @@ class Session(ClosesOnExit):
             return False
         if self._scheduler is not None and isinstance(request, TabledRequest):
             self._scheduler.forget(request)
-            self._tell_least()
         self._shared.remove(request)
         del self._live[request]
         return True
-
-    def _tell_least(self) -> None:
-        """Tell other sessions the smallest step that serves the table."""
-        assert self._scheduler is not None
-        self._shared.remove(self._scheduler)
-        self._least = self._scheduler.size((), {})
-        if self._least is not None:
-            self._shared.add(self._scheduler, [self._least])
 
     def advance(self, steps: int = 1) -> Steps:
         """Run up to `steps` steps, each for the group that has waited longest.

@@ -38,11 +38,11 @@ class TabledRequest(LiveRequest):
     """
 
     def __init__(
-        self, number: int, submission: Submission, canvas: Canvas, row: TableRow, table: RequestTable,
+        self, number: int, submission: Submission, canvas: Canvas, row: TableRow, group: int, table: RequestTable,
         decode: Callable[[list[int]], str] | None,
     ) -> None:  # fmt: skip
         super().__init__(number, submission, canvas, (), decode)
-        self.row, self._table = row, table
+        self.row, self._group, self._table = row, group, table
         self.place: int | None = None
 
     @property
@@ -72,7 +72,7 @@ class TabledRequest(LiveRequest):
         """Take a row of the table, if one is free."""
         canvas = self._canvas
         of_states = [cast("OwnedRows", canvas.rows_of(state)) for state in (CANVAS, HELD_EXTENTS, KV)]
-        self.place = self._table.enter(*columns_of(self.row, canvas), *of_states)
+        self.place = self._table.enter(*columns_of(self.row, canvas, self._group), *of_states)
 
     def look(self) -> None:
         """Bring canvas and number of steps up to date."""

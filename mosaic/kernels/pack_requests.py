@@ -59,10 +59,13 @@ class _Window(NamedTuple):
     extents: int
 
 
-def _served(mine: np.ndarray, sequences: int, tokens: int, rows: int, extents: int) -> Iterator[_Window]:
+def _served(
+    mine: np.ndarray, sequences: int, tokens: int, rows: int, extents: int, group: int, marked: int
+) -> Iterator[_Window]:
     """The windows of a step: first of those who decide, then of prompts."""
     asked, served = wanted(mine), mine[:, Column.SERVED]
-    fills = asked.running & asked.fills
+    asks = asked.running & (asked.group == group) & (~asked.marked | (marked != 0))
+    fills = asks & asked.fills
     order = np.argsort(served, kind="stable")
     kept = 0
     if fills.any():
@@ -70,7 +73,7 @@ def _served(mine: np.ndarray, sequences: int, tokens: int, rows: int, extents: i
         if served.max() + 1 - served[oldest] >= PATIENCE:
             kept = max(tokens // KEPT_SHARE, int(mine[oldest, Column.SPAN]))
     room = np.array([1, tokens - kept, rows, extents]) * [sequences, 1, 1, 1]
-    for i in order[(asked.running & ~asked.fills)[order]]:
+    for i in order[(asks & ~asked.fills)[order]]:
         needs = [1, asked.end[i] - asked.begin[i], asked.rows[i], mine[i, Column.EXTENTS]]
         if (room < needs).any():
             break
@@ -92,10 +95,12 @@ def _served(mine: np.ndarray, sequences: int, tokens: int, rows: int, extents: i
 
 def reference(*, table: Tensor, room: Tensor, sequences: int) -> dict[str, Tensor]:
     """Return the table after the step and all outputs, a request at a time, in plain Python."""
-    after, (first, count, tokens, rows, extents) = table.clone(), room[0].tolist()
+    after, (first, count, tokens, rows, extents, group, marked) = table.clone(), room[0].tolist()
     requests = [_Asking(number, table[number].tolist()) for number in range(first, first + count)]
     turn = max((one[Column.SERVED] for one in requests), default=0) + 1
-    asking = sorted((one for one in requests if one.runs), key=lambda one: (one[Column.SERVED], one.number))
+    asking = sorted(
+        (one for one in requests if one.asks(group, marked)), key=lambda one: (one[Column.SERVED], one.number)
+    )
     prompts = [one for one in asking if one.fills]
     kept = 0
     if prompts and turn - prompts[0][Column.SERVED] >= PATIENCE:
@@ -144,9 +149,11 @@ class _Asking:
     def __getitem__(self, column: Column) -> int:
         return self._columns[column]
 
-    @property
-    def runs(self) -> bool:
-        return self[Column.STATE] == 1
+    def asks(self, group: int, marked: int) -> bool:
+        if self[Column.STATE] != 1 or self.fills:
+            return self[Column.STATE] == 1 and group == 0
+        bit = self[Column.MARKS] >> min(self[Column.NUMBER], 62) & 1
+        return self[Column.GROUP] == group and bool(marked or not bit)
 
     @property
     def fills(self) -> bool:

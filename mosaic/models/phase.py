@@ -239,6 +239,8 @@ def _covers(part: Any) -> list[Any]:
 @lru_cache(maxsize=256)
 def _inputs(phase: Phase, arch: Architecture) -> tuple[Input, ...]:
     """`Phase.inputs`, cached: every step asks."""
+    if phase.tokens.alone:
+        return tuple(phase.tokens.inputs(arch))
     value = before if phase.shifts(arch) else "rows"
     rows = [
         Input(name=name, dtype="int64", per="row", index=True, value=value, copy=copy)

@@ -56,6 +56,8 @@ class StepSize:
     states
         Rows of each state, of all owners together. By default a state of the phase that grows with the tokens owned,
         such as the kept keys, has the rows that these take; any other state has one row.
+    exact
+        The numbers are planned for as they are: whoever asks has rounded them.
 
     Raises
     ------
@@ -77,6 +79,7 @@ class StepSize:
     logit_rows: int = 0
     kept: int = 0
     states: Mapping[State, int] = field(default_factory=dict, hash=False)
+    exact: bool = False
 
     def __post_init__(self) -> None:
         states = {state: rows for state, rows in self.states.items() if rows}
@@ -253,6 +256,8 @@ class StepSize:
 
     def rounded(self) -> StepSize:
         """Return the size with rows, keys and states rounded up, mostly by at most an eighth: its plan serves more steps."""
+        if self.exact:
+            return self
         owned, extents, rows, logit_rows, states = self._rounded
         more = owned - sum(self.owned)
         return replace(
@@ -264,6 +269,8 @@ class StepSize:
     def _rounded(self) -> tuple[int, int, int, int, frozenset[tuple[State, int]]]:
         """Keys owned, extents, rows to decide, rows of logits and rows of each state, rounded up."""
         tokens, rules = self.tokens, self.phase.commit is not None
+        if self.exact:
+            return sum(self.owned), self.extents, self.rows, self.logit_rows, frozenset(self.states.items())
         return (
             bucket(sum(self.owned), least=FEWEST_KEYS),
             bucket(self.extents, least=FEWEST_EXTENTS, doubled=MOST_DOUBLED),

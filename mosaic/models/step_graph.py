@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.inputs import StepInputs
+    from mosaic.models.phase import Phase
     from mosaic.models.residency import Hidden, Residency
     from mosaic.models.rotary import Rotary
     from mosaic.models.state import State
@@ -50,6 +51,7 @@ class StepGraph(Protocol):
 
     g: Graph
     arch: Architecture
+    phase: Phase
     inputs: StepInputs
     tokens: Polynomial
     seqs: Polynomial
@@ -106,6 +108,7 @@ class Ending(Protocol):
 
     g: Graph
     arch: Architecture
+    phase: Phase
     inputs: StepInputs
     masked: Polynomial
     cu_seqlens: Buffer

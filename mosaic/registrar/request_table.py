@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final
 
-__all__ = ["COLUMNS", "ENDED", "EOS", "LENGTH", "RUNNING", "STOPS", "Column", "Reported"]
+__all__ = ["COLUMNS", "ENDED", "EOS", "LENGTH", "MARKED_STEPS", "RUNNING", "STOPS", "Column", "Reported"]
 
 
 class Column(IntEnum):
@@ -54,31 +54,38 @@ class Column(IntEnum):
     TOP_P = 21
     CUTS = 22
     """Whether top-p and top-k cut what its tokens are drawn from, so that scores are of what is kept."""
-    SPAN = 23
+    GROUP = 23
+    """Requests of one group share steps. Prompts are written by steps of group 0."""
+    MARKS = 24
+    """Bit n: step n of a block needs what only some of the group's steps do; bit 62 stands for all later steps too."""
+    OWN = 25
+    """The row that it has of each of its policies' states, in the order of the phase's states; here and in the next three."""
+    SPAN = 29
     """Tokens of the span around the block, from a multiple of it on, whose keys all its steps see: the block in which the model
     attends both ways, or `CANVAS_LONG`."""
-    SHIFTED = 24
+    SHIFTED = 30
     """Whether row i-1 predicts position i."""
-    WRITTEN = 25
+    WRITTEN = 31
     """Tokens of the prefix whose keys are written."""
-    START = 26
+    START = 32
     """Where the block begins that is decoded."""
-    BEFORE = 27
+    BEFORE = 33
     """Tokens before the block whose final keys the next step writes."""
-    NUMBER = 28
+    NUMBER = 34
     """Steps of the block so far; of blocks that share a span of the model, all its steps."""
-    STEP = 29
+    STEP = 35
     """Steps so far that have decided, which random keys count."""
-    OPEN = 30
+    OPEN = 36
     """Positions of the block where nothing is decided."""
-    WIDE = 31
+    WIDE = 37
     """Whether the next step computes the whole span."""
-    SERVED = 32
+    SERVED = 38
     """The turn in which it decided last, at first the one in which it came."""
 
 
-COLUMNS: Final = 33
+COLUMNS: Final = 39
 STOPS: Final = 4
+MARKED_STEPS: Final = 62
 RUNNING, ENDED = 1, 2
 BY_BLOCKS, REFRESHED, FROM_BLOCK, WHOLE = 0, 1, 2, 3
 """Windows of a block's steps. By blocks: the block, which is the span, in its first step with `BEFORE` tokens before it. Refreshed:

@@ -241,9 +241,9 @@ class CompiledModel(Face):
         """Return a counter of the steps that the live requests of one session may share (`Shared`)."""
         return self._engine.sharing()
 
-    def request_table(self) -> RequestTable | None:
-        """Return a table for the requests of a session; None where the model's steps have not been tried so."""
-        return None if self.asynchronous else RequestTable(self._engine)
+    def request_table(self) -> RequestTable:
+        """Return a table for the requests of a session."""
+        return RequestTable(self._engine)
 
     @property
     def state_rows(self) -> Mapping[str, int]:

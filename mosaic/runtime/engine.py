@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from mosaic.planner.plan_records import PlanRecords
     from mosaic.planner.planner import Planner, SizedStep
 
-KEPT_EXECUTORS: Final = 128
-"""Executors that are kept: they take host memory only. The bytes of their graphs are bounded by `GraphMemory`."""
+KEPT_EXECUTORS: Final = 512
+"""Executors that are kept, such as those of a session's ladder of steps: they take host memory only. The bytes of their graphs are
+bounded by `GraphMemory`."""
 KEPT_SIZES: Final = 256
 """Remembered sizes of two-graph steps all of whose graphs have plans."""
 CAPTURED_MS: Final = 500.0
@@ -215,11 +216,11 @@ class Engine:
         return self.states | with_more
 
     def scattered(self, sizes: Iterable[StepSize]) -> list[StepSize]:
-        """Return the same steps with as many extents of rows as their sequences may come to have."""
+        """Return the same steps with as many extents of rows as their sequences may come to have; `exact` ones have them."""
         found, now = [], {state: table.most_extents(0) for state, table in self._tables.items()}
         for size in sizes:
             kept = size.phase.cache.kept
-            extents = now[kept] + len(size.windows) if kept in now else 0
+            extents = now[kept] + len(size.windows) if kept in now and not size.exact else 0
             found.append(replace(size, extents=extents) if extents > size.extents else size)
         return found
 

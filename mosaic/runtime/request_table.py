@@ -7,7 +7,7 @@ enters and when it leaves, and keeps a copy of table and canvases from what step
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from time import perf_counter
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from mosaic.models.parts import CANVAS, HELD_EXTENTS, KV, REQUESTS
-from mosaic.models.step import StepSize
+from mosaic.models.step import MOST_DOUBLED, StepSize, rounded_states
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import COLUMNS, RUNNING, Column, Reported
 from mosaic.runtime.host_copy import HostCopy
@@ -42,8 +42,11 @@ ROWS: Final = 16
 """Rows that a table begins with; it doubles when all are taken."""
 MOST_ROWS: Final = 1024
 """Requests that one table serves; others wait for a row."""
-KEPT_STEPS: Final = 128
-"""Steps that are kept for launching them again."""
+KEPT_STEPS: Final = 512
+"""Steps that are kept for launching them again: the ladder of a session."""
+DECIDED: Final = (1, 2, 4, 6, 8)
+"""Eighths of a step's tokens that it has rows to decide for: unembedding takes a tenth of a step, and each number of rows is a plan
+more for every number of tokens."""
 _OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score")
 
 
@@ -54,7 +57,7 @@ class Served:
     Parameters
     ----------
     report
-        int64 [B, 15], by the columns of `Reported`; row numbers count from the session's first.
+        int64 [B, 16], by the columns of `Reported`; row numbers count from the session's first.
     steps, canvas_rows
         int64 [B], how many steps have served each request so far, and its first row of the canvas.
     decided_rows, chosen, committed, score
@@ -102,6 +105,9 @@ class RequestTable:
         By rows of the canvas: int64 tokens, `OPEN` where nothing is decided, and float32 scores.
     steps
         int64 [S], steps that have served each request.
+    planned
+        Rows of each state that steps are planned for: those that there are, or were (`cover`). So sizes stay the same while
+        requests come and go.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -109,6 +115,7 @@ class RequestTable:
         self._own: OwnedRows = engine.table(REQUESTS).open("a session")
         self.columns = np.zeros((ROWS, COLUMNS), dtype=np.int64)
         self.steps = np.zeros(ROWS, dtype=np.int64)
+        self.planned: frozenset[tuple[State, int]] = frozenset()
         self.tokens, self.confidence = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
         self._free: list[int] = [*range(ROWS - 1, -1, -1)]  # the last is the next one
         self._leaving: deque[tuple[int, int]] = deque()  # rows, and the step before which they are not free
@@ -226,45 +233,66 @@ class RequestTable:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def size(
-        self, phase: Phase, blocks: int, block: int, rows: int, more: Mapping[State, int] | None = None
-    ) -> StepSize:
-        """Return the size of a step with room for so many blocks of tokens and so many rows to decide, beside the rows of states
-        that are taken, and `more`."""
-        states = self._engine.states_with({REQUESTS: self.rows_to_open, **(more or {})})
-        owned = max(states.get(KV, 0) // blocks, block)
+    def size(self, phase: Phase, blocks: int, block: int, rows: int, states: Iterable[tuple[State, int]]) -> StepSize:
+        """Return the size of a step that has room for `blocks` blocks of tokens and `rows` rows to decide, beside rows of states."""
+        taken = dict(states)
+        owned = max(taken.get(KV, 0) // blocks, block)
         return StepSize(
-            phase=phase, windows=(block,) * blocks, keys=(owned,) * blocks, rows=min(rows, blocks * block),
-            extents=max(states.get(HELD_EXTENTS, 0), 1), states={**states, KV: max(states.get(KV, 0), owned)},
+            phase=phase, windows=(block,) * blocks, keys=(owned,) * blocks, rows=decided(rows, blocks * block),
+            extents=max(taken.get(HELD_EXTENTS, 0), 1), states={**taken, KV: max(taken.get(KV, 0), owned)}, exact=True,
         )  # fmt: skip
 
-    def fits(self, phase: Phase, blocks: int, block: int, rows: int) -> bool:
-        """Return whether such a step fits the budget now; found once, until rows of states change hands."""
-        key = phase, blocks, block, rows, self._engine.changes
+    def beside(self, more: Mapping[State, int]) -> frozenset[tuple[State, int]]:
+        """Return the rows of each state once `more` are taken."""
+        return frozenset(self._engine.states_with(more).items())
 
-        def fit() -> bool:
-            size = self.size(phase, blocks, block, rows)
-            return self._engine.plans.fits(self._engine.scattered([size]), self._engine.states)
+    def fits(
+        self, phase: Phase, blocks: int, block: int, rows: int, states: frozenset[tuple[State, int]] | None = None
+    ) -> bool:
+        """Return whether such a step fits the budget beside rows of states, by default those that are planned for; found once."""
+        asked = phase, blocks, block, decided(rows, blocks * block), self.planned if states is None else states
+        return self._fitting.find(asked, lambda: all(map(self._engine.plans.fits_exactly, self.size(*asked).graphs)))
 
-        return self._fitting.find(key, fit)
+    def admits(self, phase: Phase, blocks: int, block: int, rows: int, more: Mapping[State, int]) -> bool:
+        """Return whether such a step fits the budget once `more` rows of states are taken."""
+        states = self._engine.states_with(more)
+        if _within(states, dict(self.planned)) and self.fits(phase, blocks, block, rows):
+            return True
+        return any(
+            self.fits(phase, blocks, block, rows, found) for found in (rounded_states(states), self.beside(more))
+        )
+
+    def cover(self, phase: Phase, least: int, wanted: int, block: int, rows: int) -> None:
+        """Plan steps from now on for at least the rows of states that there are, and for as many as there were if there is room.
+
+        There is none if a step of `least` blocks would not fit. If less than half is taken and one of `wanted` blocks would not
+        fit, steps go without the rest, too.
+        """
+        states, before = self._engine.states, dict(self.planned)
+        emptier = 2 * sum(states.values()) < sum(before.values())
+        if _within(states, before) and self.fits(phase, wanted if emptier else least, block, rows):
+            return
+        most = {state: max(count, states.get(state, 0)) for state, count in {**states, **before}.items()}
+        tried = [*([] if emptier else [rounded_states(most)]), rounded_states(states)]
+        self.planned = next((found for found in tried if self.fits(phase, least, block, rows, found)), self.beside({}))
 
     def predicted_ms(self, phase: Phase, blocks: int, block: int, rows: int) -> float:
         """Return how long the plan of such a step says that it takes; found once, whatever the states hold."""
-        key = phase, blocks, block, rows
+        asked = phase, blocks, block, decided(rows, blocks * block)
 
         def predict() -> float:
-            return self._engine.plans.plan(self.size(phase, blocks, block, rows)).predicted_step_ms
+            return self._engine.plans.plan(self.size(*asked, self.planned)).predicted_step_ms
 
-        return self._predicted.find(key, predict)
+        return self._predicted.find(asked, predict)
 
-    def launch(self, phase: Phase, blocks: int, block: int, rows: int) -> None:
-        """Launch a step of this size, for whoever it has room for. After one that was interrupted, every step has been read."""
+    def launch(self, phase: Phase, group: int, blocks: int, block: int, rows: int, *, marked: bool = False) -> None:
+        """Launch a step of this size, for whoever of a group it has room for, of those who need a marked step only if it is one.
+        After one that was interrupted, every step has been read."""
         started = perf_counter()
         if not self.is_sure:
             self._undo()
         self.is_sure = False
-        key = phase, blocks, block, rows, self._engine.changes
-        ran = self._engine.run(self._steps.find(key, lambda: self._step(self.size(phase, blocks, block, rows))))
+        ran = self._engine.run(self._step(self.first, len(self.columns), group, marked, phase, blocks, block, rows))
         with interrupts_held():
             arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS])
             self._sides.reverse()
@@ -279,9 +307,18 @@ class RequestTable:
             at, length = self.columns[number, [Column.CANVAS, Column.LENGTH]].tolist()
             self._unsent.setdefault(number, []).append((CANVAS, at, self.tokens[at : at + length]))
 
-    def _step(self, size: StepSize) -> _TableStep:
-        room = self.first, len(self.columns), size.tokens, size.rows, size.extents
-        return _TableStep(size=size, inputs={"room": Numbers(room, "int64", 5)}, table=self)
+    def _step(
+        self, first: int, count: int, group: int, marked: bool, phase: Phase, blocks: int, block: int, rows: int
+    ) -> _TableStep:
+        """The step that looks at `count` rows of the table; made once."""
+        asked = phase, blocks, block, decided(rows, blocks * block), self.planned
+
+        def make() -> _TableStep:
+            size = self.size(*asked)
+            room = first, count, size.tokens, size.rows, size.extents, group, int(marked)
+            return _TableStep(size=size, inputs={"room": Numbers(room, "int64", 7)}, table=self)
+
+        return self._steps.find((first, count, group, marked, *asked), make)
 
     def send(self) -> None:
         """Write what has entered and left."""
@@ -323,3 +360,18 @@ class RequestTable:
             report=report, steps=self.steps[numbers], canvas_rows=self.columns[numbers, Column.CANVAS], decided_rows=decided,
             chosen=chosen, committed=taken, score=score, plan=plan, seconds=perf_counter() - started,
         )  # fmt: skip
+
+
+def decided(rows: int, tokens: int) -> int:
+    """Return the rows to decide that a step of some tokens has room for, of at least `rows`: one of few numbers.
+
+    >>> decided(4, 64), decided(300, 1024), decided(700, 1024), decided(0, 8192)
+    (64, 512, 768, 1024)
+    """
+    if tokens <= MOST_DOUBLED:  # unembedding them all takes as long as unembedding one
+        return tokens
+    return next(found for share in DECIDED if (found := -(-tokens * share // DECIDED[-1])) >= min(rows, tokens))
+
+
+def _within(states: Mapping[State, int], planned: Mapping[State, int]) -> bool:
+    return all(count <= planned.get(state, 0) for state, count in states.items())

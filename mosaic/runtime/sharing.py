@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 from mosaic.models.phase import shared_phase
@@ -13,6 +13,16 @@ from mosaic.models.step import StepSize, most_rows
 if TYPE_CHECKING:
     from mosaic.models.phase import Phase
     from mosaic.models.state import State
+
+
+class Tabled(Protocol):
+    """The requests of a session that are rows of a table: a session's `Scheduler`."""
+
+    def admits(self, rows: Sequence[Any], more: Mapping[State, int]) -> bool:
+        """Return whether the smallest steps that serve any of them, and of `rows`, fit once `more` rows of states are taken."""
+
+    def sizes(self, rows: Sequence[Any], more: Mapping[State, int]) -> Sequence[StepSize]:
+        """Return the sizes of these steps."""
 
 
 class SharedSizes:
@@ -25,6 +35,11 @@ class SharedSizes:
     ----------
     all_sizes
         The `SharedSizes` of all sessions of an engine, in a weak set; this object adds itself.
+
+    Attributes
+    ----------
+    table
+        Those of the session's requests that are rows of a table; None if none can be.
     """
 
     def __init__(self, all_sizes: WeakSet[SharedSizes] | None = None) -> None:
@@ -32,6 +47,12 @@ class SharedSizes:
         self._all.add(self)
         self._live: dict[Hashable, Sequence[StepSize]] = {}
         self._joined: dict[Phase, StepSize] | None = {}  # by phases that differ in heads alone
+        self.table: Tabled | None = None
+
+    @property
+    def tables(self) -> list[Tabled]:
+        """The tables of all sessions."""
+        return [one.table for one in self._all if one.table is not None]
 
     def add(self, request: Hashable, largest: Sequence[StepSize]) -> None:
         """Add a live request, with its largest steps."""
@@ -44,11 +65,11 @@ class SharedSizes:
         if self._live.pop(request, None) is not None:
             self._joined = None
 
-    def beside(self, more: Sequence[Sequence[StepSize]]) -> list[StepSize]:
-        """Return the sizes with the largest steps of other requests added, and the sizes of other sessions if those take rows of
-        states, which stand beside every session's steps; nothing changes."""
+    def beside(self, more: Sequence[Sequence[StepSize]], *, rows: bool = False) -> list[StepSize]:
+        """Return the sizes with the largest steps of other requests added, and the sizes of other sessions if those, or other
+        newcomers (`rows`), take rows of states, which stand beside every session's steps; nothing changes."""
         found = self._joined_with(more)
-        if any(size.states for largest in more for size in largest):
+        if rows or any(size.states for largest in more for size in largest):
             for other in self._all:
                 found += other._joined_with([]) if other is not self else []
         return found

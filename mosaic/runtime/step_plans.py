@@ -101,7 +101,10 @@ class StepPlans:
     def _fits_beside(self, size: SizedStep, states: Mapping[State, int], taken: Hashable) -> bool:
         if self._remembered((size.key, taken), lambda: size.beside(states).rounded()):
             return True
-        step = size.beside(states)
+        return self.fits_exactly(size.beside(states))
+
+    def fits_exactly(self, step: SizedStep) -> bool:
+        """Return whether there is a plan for a step in its own numbers, without making it; found once."""
         return self._remembered((step.kind, *step.dims(self.asked.architecture).items()), lambda: step)
 
     def _remembered(self, key: Hashable, step: Callable[[], SizedStep]) -> bool:

@@ -8,7 +8,7 @@ from typing import Final
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
-from mosaic.kernels.cuda.shared.requests import C, float_of, mixed
+from mosaic.kernels.cuda.shared.requests import C, closes, float_of, mixed
 from mosaic.registrar.request_table import Column
 
 AT_ONCE: Final = 64  # untuned default
@@ -29,10 +29,11 @@ def draw_requests_kernel(
     line = table + request * C
     step = mixed(tl.load(line + NOISE, mask=known, other=0) ^ tl.load(line + STEP, mask=known, other=0))
     canvas = tl.load(line + CANVAS, mask=known, other=0)
-    warmth = float_of(line, TEMPERATURE, known)
-    nucleus = tl.where(known, float_of(line, TOP_P, known), 1.0)
-    best = tl.load(line + TOP_K, mask=known, other=0).to(tl.int32)
-    cut = tl.load(line + CUTS, mask=known, other=0).to(tl.uint8)
+    draws = known & (closes(line, known) == 0)
+    warmth = float_of(line, TEMPERATURE, draws)
+    nucleus = tl.where(draws, float_of(line, TOP_P, draws), 1.0)
+    best = tl.load(line + TOP_K, mask=draws, other=0).to(tl.int32)
+    cut = tl.load(line + CUTS, mask=draws, other=0).to(tl.uint8)
     end = tl.load(cu_rows + window + 1, mask=inside, other=most)
     for at in range(tl.load(cu_rows + window), end, AT_ONCE):
         place = at + tl.arange(0, AT_ONCE)

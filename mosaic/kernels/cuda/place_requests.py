@@ -8,7 +8,7 @@ from typing import Final
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
-from mosaic.kernels.cuda.shared.requests import BLOCK, START, C, float_of, quota_of
+from mosaic.kernels.cuda.shared.requests import BLOCK, SHIFTED, START, C, float_of, quota_of
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import Column
 
@@ -46,6 +46,7 @@ def place_requests_kernel(
         tl.store(token_rows + at + lane, own_canvas + position, mask=at + lane < end)
     row_at, last_row = tl.load(cu_rows + window), tl.load(cu_rows + window + 1)
     block_start, block = tl.load(line + START, mask=known, other=0), tl.load(line + BLOCK, mask=known, other=0)
+    first += tl.load(line + SHIFTED, mask=known, other=0)  # whose row predicts the window's first position
     for at in range(0, tl.where(last_row > row_at, block, 0), AT_ONCE):
         position = block_start + at + lane
         token = tl.load(canvas + own_canvas + position, mask=at + lane < block, other=NOTHING + 1)

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mosaic.registrar.request_table import FIRST_ALONE, FIRST_ONES, FROM_BLOCK, RUNNING, Column
+from mosaic.registrar.request_table import FIRST_ALONE, FIRST_ONES, FROM_BLOCK, MARKED_STEPS, RUNNING, Column
 
 __all__ = ["Wanted", "bits", "closes", "floats", "mixed", "quotas", "wanted"]
 
@@ -23,7 +23,8 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 class Wanted(NamedTuple):
     """Windows [begin, end) that requests ask for, the keys that they see, rows to decide, and who asks for tokens of its prompt.
 
-    `running` says who asks at all: of others the rest says nothing.
+    `running` says who asks at all: of others the rest says nothing. `group` is the one whose steps it asks for, `marked` whether it
+    has to be a marked step.
     """
 
     running: NDArray[np.bool_]
@@ -32,6 +33,8 @@ class Wanted(NamedTuple):
     end: Ints
     seen: Ints
     rows: Ints
+    group: Ints
+    marked: NDArray[np.bool_]
 
 
 def mixed(words: Words) -> Words:
@@ -83,4 +86,6 @@ def wanted(table_SC: Ints) -> Wanted:
         ),
         seen=np.where(fills, 0, np.where(closing, start, span_end)),
         rows=np.where(fills, 0, np.where(closing | (first & (decides == FIRST_ALONE)), 1, rows)),
+        group=np.where(fills, 0, column[Column.GROUP]),
+        marked=~fills & (column[Column.MARKS] >> np.minimum(column[Column.NUMBER], MARKED_STEPS) & 1 != 0),
     )

@@ -9,8 +9,10 @@ from mosaic.models.inputs import Input
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
+    from mosaic.models.inputs import Supply
     from mosaic.models.state import State
-    from mosaic.models.step_graph import StepGraph
+    from mosaic.models.step_graph import Ending, StepGraph
+    from mosaic.registrar.graph import Buffer
 
 ResultPer: TypeAlias = Literal["token", "row", "sequence", "step"]
 """What one value of an output belongs to. Values of one request are adjacent, in its own order; a value per step goes
@@ -39,6 +41,15 @@ class Part:
         """Whether the part reads the hidden states of all tokens after the last layer, as `step.hidden` in `finish` or
         as `end.hidden`. If no part of a phase does, the last layer computes less, and reading them raises."""
         return False
+
+    def of_table(self, step: StepGraph, served: Mapping[str, Buffer]) -> Mapping[str, Supply]:
+        """Return functions that register the part's inputs where a step serves requests of a table (`Tabled`), which gives it
+        buffers of who is served by name."""
+        return {}
+
+    def note(self, end: Ending, served: Mapping[str, Buffer]) -> None:
+        """Register ops on the part's states in a step over requests of a table. Decisions are made, `end.g["committed"]`; the
+        table says yet what the requests asked for."""
 
     def finish(self, step: StepGraph) -> None:
         """Register ops after the last layer, before rows are unembedded."""

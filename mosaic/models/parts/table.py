@@ -13,26 +13,29 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from mosaic.models.inputs import Input
+from mosaic.models.parts.cache import KV
 from mosaic.models.parts.windows import CANVAS, Windows
 from mosaic.models.state import State
 from mosaic.registrar.operators.advance_requests import WIDTH
 from mosaic.registrar.operators.read_canvas import OPEN
-from mosaic.registrar.request_table import COLUMNS
+from mosaic.registrar.request_table import COLUMNS, Column
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.inputs import Supply
     from mosaic.models.parts.part import ResultPer
+    from mosaic.models.phase import Phase
     from mosaic.models.step_graph import Ending, StepGraph
-    from mosaic.registrar.graph import Buffer
+    from mosaic.registrar.graph import Buffer, Graph
 
-__all__ = ["HELD_EXTENTS", "REQUESTS", "TABLED", "Tabled"]
+__all__ = ["HELD_EXTENTS", "REQUESTS", "TABLED", "Tabled", "own_column", "own_states"]
 
 REQUESTS: Final = State(name="requests", width=COLUMNS, dtype="int64", least_rows=16, together=True)
 """A row for each request (`mosaic.registrar.request_table`)."""
 HELD_EXTENTS: Final = State(name="held_extents", width=4, dtype="int64", together=True)
 """The extents of each request's keys, in order of position."""
-ROOM: Final = Input(name="room", dtype="int64", per="step", width=5)
+ROOM: Final = Input(name="room", dtype="int64", per="step", width=7)
+_BOUNDS: Final = ("cu_seqlens", "cu_rows", "cu_extents")
 _DRAWS: Final = ("keys", "temperature", "top_p", "top_k", "cuts")
 _PLACED: Final = ("positions", "token_rows", "rows", "decided_rows", "extents", "quota", "threshold")
 
@@ -41,9 +44,8 @@ _PLACED: Final = ("positions", "token_rows", "rows", "decided_rows", "extents", 
 class Tabled(Windows):
     """Windows of the requests of a table; the host gives a step its `room` alone."""
 
-    computes: ClassVar[frozenset[str]] = frozenset(
-        {"token_ids", "current", "seen", "cu_seqlens", "cu_rows", "cu_extents", *_PLACED, *_DRAWS}
-    )
+    computes: ClassVar[frozenset[str]] = frozenset({"token_ids", "current"})
+    alone: ClassVar[bool] = True
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
         """Return which rows of the table are looked at, and what the step has room for."""
@@ -65,7 +67,7 @@ class Tabled(Windows):
         table, canvas = step.state(REQUESTS), step.state(CANVAS)
         served = g.buffer("served", (seqs,), "int64")
         begins, seen = (g.buffer(name, (seqs,), "int32") for name in ("begins", "seen"))
-        bounds = [g.buffer(name, (seqs + 1,), "int32") for name in ("cu_seqlens", "cu_rows", "cu_extents")]
+        bounds = [g.buffer(name, (seqs + 1,), "int32") for name in _BOUNDS]
         g.add_op(
             "pack_requests", table, step.inputs[ROOM.name], out=(served, begins, seen, *bounds), name="pack",
             sequences=seqs,
@@ -84,7 +86,10 @@ class Tabled(Windows):
         supplied: dict[str, Supply] = {name: partial(_same, buffer) for name, buffer in found.items()}
         supplied["token_ids"] = partial(_read, step, placed["token_rows"], "tokens", step.arch.mask_token_id)
         supplied["current"] = partial(_read, step, placed["decided_rows"], "current", OPEN)
-        return supplied | _draws(step, served, found)
+        supplied |= _draws(step, served, found)
+        for part in step.phase.parts:
+            supplied |= part.of_table(step, _served(step.g, step.arch))
+        return supplied
 
     def open_id(self, arch: Architecture) -> int:
         """Return `OPEN`: a model may decide for the mask token, and that position is done."""
@@ -92,14 +97,31 @@ class Tabled(Windows):
 
     def decided(self, end: Ending, chosen: Buffer, committed: Buffer) -> None:
         """Write the decisions, and move the table on."""
-        g, canvas, table = end.g, CANVAS.register(end.g, end.arch), REQUESTS.register(end.g, end.arch)
-        rows = end.inputs["decided_rows"]
-        g.add_op("write_canvas", chosen, rows, canvas, committed, name="decide")
-        served = g["served"]
+        g, served = end.g, _served(end.g, end.arch)
+        g.add_op("write_canvas", chosen, served["decided_rows"], served["canvas"], committed, name="decide")
+        for part in end.phase.parts:
+            part.note(end, served)
         g.add_op(
-            "advance_requests", table, canvas, served, g["begins"], end.inputs["cu_seqlens"], end.inputs["cu_rows"], committed,
-            out=g.output("report", (served.shape[0], WIDTH), "int64"), name="advance",
+            "advance_requests", *(served[name] for name in ("requests", "canvas", "served", "begins", "cu_seqlens", "cu_rows")),
+            committed, out=g.output("report", (served["served"].shape[0], WIDTH), "int64"), name="advance",
         )  # fmt: skip
+
+
+def own_column(phase: Phase, state: State) -> int:
+    """Return the column that has a request's row of one of its policies' states."""
+    return Column.OWN + own_states(phase).index(state)
+
+
+def own_states(phase: Phase) -> list[State]:
+    """Return the states of a phase that its policies have brought."""
+    return [state for state in phase.states if state not in (KV, CANVAS, HELD_EXTENTS, REQUESTS)]
+
+
+def _served(g: Graph, arch: Architecture) -> dict[str, Buffer]:
+    """The table, the canvas, and who is served, by name: row of the table, first position and keys seen of each window, bounds, and
+    what each token, row to decide and extent is."""
+    states = {state.name: state.register(g, arch) for state in (REQUESTS, CANVAS)}
+    return states | {name: g[name] for name in ("served", "begins", "seen", *_BOUNDS, *_PLACED)}
 
 
 def _same(buffer: Buffer) -> Buffer:

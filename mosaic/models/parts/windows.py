@@ -39,10 +39,13 @@ class Windows(Part):
         Inputs of other parts that the step computes itself.
     padded
         Whether a step is planned for a rounded number of tokens; the padding at the end belongs to no sequence.
+    alone
+        Whether the host gives the inputs of this part alone: those of all others are computed.
     """
 
     computes: ClassVar[frozenset[str]] = frozenset()
     padded: ClassVar[bool] = False
+    alone: ClassVar[bool] = False
 
     @property
     def covering(self) -> Windows:

@@ -95,7 +95,7 @@ _KEPT: Final = (
     ),
     Way("triton"),
 )  # fmt: skip
-_TABLE: Final = "table:int64=S,30"
+_TABLE: Final = "table:int64=S,36"
 """A row for each request."""
 _NOTATION: Final = {
     "advance_requests": _Operator(
@@ -204,7 +204,7 @@ _NOTATION: Final = {
         invariant=NONE,
     ),
     "pack_requests": _Operator(
-        f"{_TABLE} room:int64=1,5 row:int64=sequences begin:int32=sequences seen:int32=sequences cu_seqlens:int32=sequences+1 "
+        f"{_TABLE} room:int64=1,7 row:int64=sequences begin:int32=sequences seen:int32=sequences cu_seqlens:int32=sequences+1 "
         "cu_rows:int32=sequences+1 cu_extents:int32=sequences+1",
         "table room", "row begin seen cu_seqlens cu_rows cu_extents table", "sequences?:n", whole="S sequences",
     ),

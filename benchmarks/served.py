@@ -1,0 +1,140 @@
+"""What the steps of a session serve: a runner between session and model that notes tokens, rows and keys of each step.
+
+Of requests that are rows of a table it takes what the table reads; of generators, what they ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.floor import Floor
+from mosaic.registrar.request_table import BY_BLOCKS, Column, Reported
+from mosaic.runtime.request_table import RequestTable
+
+if TYPE_CHECKING:
+    from mosaic.planner.plan import Plan
+    from mosaic.runtime.compiled import CompiledModel
+    from mosaic.runtime.launched import Launched
+    from mosaic.runtime.request_table import Served
+    from mosaic.runtime.steps import StepRequest, StepResult
+
+__all__ = ["Meter", "StepServed"]
+
+
+class StepServed(NamedTuple):
+    """What one step computed for its requests.
+
+    Parameters
+    ----------
+    requests, tokens, rows
+        Requests, tokens of their windows, rows to decide.
+    prompts, refreshed
+        Of the tokens, those of prompts, and those of requests that compute all of their sequence and decide.
+    keys, pairs
+        Keys that a layer reads, and pairs of a token and a key that it sees, where each sees all keys of its request.
+    size
+        Tokens that the step has room for.
+    predicted_ms
+        What its plan says that it takes.
+    """
+
+    requests: int
+    tokens: int
+    rows: int
+    prompts: int
+    refreshed: int
+    keys: int
+    pairs: float
+    size: int
+    predicted_ms: float
+
+    def floor_s(self, floor: Floor) -> float:
+        """Return the seconds that the useful part takes at least, where all attend to all keys."""
+        keys = [float(self.keys)] * floor.arch.layers
+        return floor.of(tokens=self.tokens, rows=self.rows, keys=keys, requests=self.requests, pairs=self.pairs)
+
+
+def _served(windows: Iterable[tuple[int, int, int, int]], block: int, plan: Plan) -> StepServed:
+    """Add up windows: where each begins, its tokens, rows to decide, and keys that are seen.
+
+    Tokens of a prompt see those of their own block and before: half of the window's, on average.
+    """
+    begin, tokens, rows, keys = np.array([*windows], dtype=np.int64).reshape(-1, 4).T
+    fills = rows == 0
+    refreshes = ~fills & (begin == 0) & (tokens == keys)
+    pairs = np.where(fills, tokens * (begin + (tokens + block) / 2), tokens * keys)
+    return StepServed(
+        requests=len(tokens), tokens=int(tokens.sum()), rows=int(rows.sum()), prompts=int(tokens[fills].sum()),
+        refreshed=int(tokens[refreshes].sum()), keys=int(keys.sum()), pairs=float(pairs.sum()), size=plan.dims["tokens"],
+        predicted_ms=plan.predicted_step_ms,
+    )  # fmt: skip
+
+
+class Meter:
+    """A runner that notes what steps serve.
+
+    Parameters
+    ----------
+    model
+        Whose steps are run.
+    tabled
+        Whether requests are rows of a table; otherwise all are generators.
+
+    Attributes
+    ----------
+    steps
+        What each step has served, in order of their outcomes.
+    """
+
+    def __init__(self, model: CompiledModel, *, tabled: bool = True) -> None:
+        self._model, self._tabled = model, tabled
+        self.steps: list[StepServed] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def request_table(self) -> RequestTable | None:
+        """Return a table whose steps are noted, if there is to be one."""
+        if not self._tabled:
+            return None
+        table = RequestTable(self._model._engine)
+        read = table.read
+
+        def noted() -> Served:
+            served = read()
+            self._note_table(table, served)
+            return served
+
+        table.read = noted  # type: ignore[method-assign]
+        return table
+
+    def _note_table(self, table: RequestTable, served: Served) -> None:
+        report = served.report
+        if not len(report):
+            return
+        columns = table.columns[report[:, Reported.ROW]]
+        begin, tokens = report[:, Reported.BEGIN], report[:, Reported.TOKENS]
+        rows = np.diff(report[:, Reported.ROWS], prepend=0)
+        whole = (rows > 0) & (columns[:, Column.WINDOW] != BY_BLOCKS)
+        keys = np.where(whole, columns[:, Column.LENGTH], begin + tokens)
+        windows = zip(begin.tolist(), tokens.tolist(), rows.tolist(), keys.tolist(), strict=True)
+        self.steps.append(_served(windows, self._model.architecture.block, served.plan))
+
+    def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
+        """Run one step."""
+        results = self._model.step(requests)
+        self._note(requests, results[0].plan)
+        return results
+
+    def launch(self, requests: Sequence[StepRequest]) -> Launched:
+        """Begin one step."""
+        launched = self._model.launch(requests)
+        self._note(requests, self._model._engine.current)
+        return launched
+
+    def _note(self, requests: Sequence[StepRequest], plan: Plan) -> None:
+        windows = [(one.start, one.token_ids.numel(), one.rows.numel(), one.key_len) for one in requests]
+        self.steps.append(_served(windows, self._model.architecture.block, plan))

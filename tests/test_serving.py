@@ -1,0 +1,112 @@
+"""The benchmarks of the engine under load, on a CPU with tiny models: what they count is what requests need by their lengths."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+from test_request_table import CONFIGS
+
+import mosaic
+from benchmarks import serving, traffic
+from benchmarks.record import table
+from benchmarks.served import Meter
+from mosaic.decoding import GenerationConfig, Session, Submission
+from mosaic.devices import load_device
+from mosaic.runtime.compiled import CompiledModel
+
+CPU = load_device("cpu")
+WAY: dict[str, Any] = {"steps": 2, "remasking": "low_confidence_static"}
+
+
+@pytest.fixture(scope="module")
+def sdar() -> Iterator[CompiledModel]:
+    """Blocks of 4 tokens."""
+    with mosaic.compile(CONFIGS["sdar"], seed=3, host_budget=0) as model:
+        yield model
+        assert model.state_rows == {}
+
+
+@pytest.mark.parametrize("tabled", [True, False])
+def test_a_meter_notes_what_each_step_serves(sdar: CompiledModel, tabled: bool) -> None:
+    """Two requests of 9 tokens and blocks [8, 12), [12, 16): a prompt of 8, then two steps a block, of which the second block's
+    first computes both blocks."""
+    meter = Meter(sdar, tabled=tabled)
+    with Session(meter) as session:
+        for _ in range(2):
+            session.submit([7] * 9, gen_length=7, stop_at_eos=False, **WAY)
+        while session.live:
+            session.advance()
+    found = [(step.requests, step.prompts, step.tokens, step.rows, step.keys, step.pairs) for step in meter.steps]
+    prompt, last = (2, 16, 16, 0, 16, 2 * 8 * 6.0), (2, 0, 8, 4, 32, 2 * 4 * 16.0)
+    if tabled:
+        first, second = (2, 0, 8, 6, 24, 2 * 4 * 12.0), (2, 0, 8, 2, 24, 2 * 4 * 12.0)
+        assert found == [prompt, first, second, (2, 0, 16, 8, 32, 2 * 8 * 16.0), last]
+    else:  # whose steps have rows for the whole block
+        assert found[0] == prompt and found[-1] == (2, 0, 8, 8, *last[4:])
+    assert all(step.size >= step.tokens for step in meter.steps)
+    assert all(step.floor_s(serving.Floor(sdar.architecture, CPU)) > 0 for step in meter.steps)
+
+
+def test_requests_at_once_are_timed_and_counted(sdar: CompiledModel) -> None:
+    found = serving.at_once(sdar, CPU, 3, prompt=9, answer=7, **WAY)
+    assert found["steps"] == 5 and found["new_sizes"] == 0 and 0 < found["useful"] <= 1
+    assert 0 < found["median_ms"] <= found["p99_ms"] <= found["most_ms"] and found["python_calls"] > 10
+    assert found["tokens_per_s"] == pytest.approx(3 * 7 / (5e-3 * found["median_ms"]), rel=0.9)
+    result = {"what": "at-once", "points": [{"count": 3, **found}]}
+    assert table(serving.header_of(result), [*serving.rows_of(result)]).count("\n") == 2
+
+
+def test_a_device_is_busy_while_any_kernel_runs() -> None:
+    assert serving.busy_ms([(0, 2000), (5000, 6000), (1000, 3000), (1200, 1300)]) == 4.0
+
+
+@pytest.mark.soak
+def test_traffic_is_served_queued_and_as_it_comes(sdar: CompiledModel) -> None:
+    """The same requests in each pass, which get the same tokens; at half the rate they take more time."""
+    policies = ["exact", "dc+"]
+    points = [*serving.mixed(sdar, 6, seed=1, prompts=(4, 20), answers=(2, 8), policies=policies, steps=2)]
+    assert [point["run"] for point in points] == [*traffic.RUNS]
+    for point in points:
+        assert point["same_as_queued"] == 6 and point["refused"] == 0 and point["steps"] >= 5
+        assert 0 < point["median_ms"] <= point["p99_ms"] <= point["most_ms"] <= point["latency_most_ms"]
+        assert 0 < point["large_steps"] < point["steps"] and point["of_predicted"] > 0
+    assert points[1]["of_queued"] == 1 and points[4]["of_queued"] < 1 and points[1]["new_sizes"] == 0
+    result = {"what": "mixed", "points": points}
+    assert table(serving.header_of(result), [*serving.rows_of(result)]).count("\n") == 6
+
+
+def test_requests_are_drawn_from_all_lengths_and_policies(sdar: CompiledModel) -> None:
+    arch = sdar.architecture
+    draws = traffic.drawn(arch, 3, prompts=(64, 4096), answers=(32, 512), policies=traffic.policies_of(arch))
+    found = [*islice(draws, 200)]
+    lengths, answers = [one.prompt.numel() for one in found], [one.config.gen_length for one in found]
+    assert 64 <= min(lengths) < 80 and 3000 < max(lengths) <= 4096 and 300 < statistics.median(lengths) < 800
+    assert 32 <= min(answers) < 36 and 450 < max(answers) <= 512
+    policies = {(str(one.config.attention), str(one.config.eviction), one.config.block_cache) for one in found}
+    assert len(policies) == len(traffic.POLICIES) and len({one.config.temperature for one in found}) == 4
+    assert not any((one.prompt == arch.mask_token_id).any() for one in found)
+
+
+def test_requests_come_as_often_as_they_are_to(sdar: CompiledModel) -> None:
+    some = [*islice(traffic.drawn(sdar.architecture, 3, prompts=(4, 8), answers=(2, 4), policies=["exact"]), 500)]
+    at = [arrival.at_s for arrival in traffic.poisson(some, 5.0, 1)]
+    assert at == sorted(at) and at[-1] == pytest.approx(100, rel=0.15)
+    assert [arrival.at_s for arrival in traffic.poisson(some, math.inf, 1)] == [0.0] * 500
+
+
+def test_who_never_fits_is_refused_and_keeps_nobody(sdar: CompiledModel) -> None:
+    """A request for which an idle session has no room, between two that there is room for."""
+    config = GenerationConfig(gen_length=8, **WAY)
+    asked = [Submission(prompt=[7] * length, config=config, request_id=length) for length in (5, 6, 9)]
+    with mosaic.compile(CONFIGS["sdar"], seed=3, host_budget=0) as model, model.session() as session:
+        admits = session.admits
+        session.admits = lambda one: one.request_id != 6 and admits(one)  # type: ignore[method-assign]
+        found = traffic.Traffic(session, traffic.poisson(asked, math.inf, 1))
+        while not found.is_over:
+            found.step()
+    assert (found.refused, sorted(found.answers), found.finishes) == ([6], [5, 9], ["length", "length"])
