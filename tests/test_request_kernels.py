@@ -93,7 +93,7 @@ class Requests:
         column[Column.PREFIX], column[Column.BLOCK], column[Column.WINDOW] = prefix, block, window
         column[Column.QUOTA], column[Column.MORE] = rng.randint(1, block), rng.randrange(3)
         column[Column.DECIDES], column[Column.TOP_K], column[Column.CUTS] = (
-            rng.randrange(3 if shifted else 2),
+            rng.randrange(3),
             rng.randrange(9),
             rng.randrange(2),
         )

@@ -20,7 +20,16 @@ from test_session_turns import Shown, ShownAsDraft
 from torch import Tensor
 
 import mosaic
-from mosaic.decoding import Algorithm, GenerationConfig, LiveRequest, Session, Step, Submission, block_diffusion, fast_dllm_v2
+from mosaic.decoding import (
+    Algorithm,
+    GenerationConfig,
+    LiveRequest,
+    Session,
+    Step,
+    Submission,
+    block_diffusion,
+    fast_dllm_v2,
+)
 from mosaic.decoding.config import ALGORITHMS
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.runtime.compiled import CompiledModel

@@ -21,7 +21,7 @@ from mosaic.models.parts import KEPT, REQUESTS, CachePolicy, Cut
 from mosaic.models.phase import Phase, shared_phase
 from mosaic.models.policies.policy import with_parts
 from mosaic.models.step import StepSize, bucket
-from mosaic.registrar.request_table import CANVAS_LONG, ENDED, FIRST_ONES, WHOLE, Column, Reported
+from mosaic.registrar.request_table import CANVAS_LONG, ENDED, OPEN_ONES, WHOLE, Column, Reported
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.request_table import decided
 
@@ -273,7 +273,7 @@ def _go_on(columns: NDArray[np.int64], step: _InFlight, usual: int) -> None:
     given = np.clip(step.tokens - used - before, 0, length[fills])
     column[Column.WRITTEN, fills] += given // column[Column.SPAN, fills] * column[Column.SPAN, fills]
     least = quotas(columns[served])
-    exactly = (column[Column.THRESHOLD, served] == _NEVER) | (column[Column.DECIDES, served] == FIRST_ONES)
+    exactly = (column[Column.THRESHOLD, served] == _NEVER) | (column[Column.DECIDES, served] != OPEN_ONES)
     column[Column.SERVED, served] = column[Column.SERVED].max(initial=0) + 1
     column[Column.OPEN, served] -= np.minimum(np.where(exactly, least, np.maximum(least, usual)), asked.rows[served])
     column[Column.NUMBER, served] += ~closes(columns[served])

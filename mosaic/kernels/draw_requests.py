@@ -3,14 +3,14 @@
 Outputs overlap no operand. Legend: M rows, B windows.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.requests import closes, floats, mixed
+from mosaic.kernels.shared.requests import closes, floats, keys_of
 from mosaic.registrar.request_table import Column
 
 
@@ -29,10 +29,8 @@ def bind(
             if request < 0:
                 return
             column = columns[request]
-            step = mixed((column[Column.NOISE : Column.NOISE + 1] ^ column[Column.STEP]).view(np.uint64))
-            positions = (rows[start:end] - column[Column.CANVAS]).view(np.uint64)
             given = (
-                mixed(positions ^ step).view(np.int64),
+                keys_of(column, rows[start:end]),
                 floats(column[Column.TEMPERATURE]),
                 floats(column[Column.TOP_P]),
                 column[Column.TOP_K],
@@ -59,8 +57,7 @@ def reference(*, table: Tensor, row: Tensor, cu_rows: Tensor, decided_rows: Tens
     for request, (start, end) in zip(row.tolist(), pairwise(cu_rows.tolist()), strict=True):
         for m in range(start, end):
             own = table[request].tolist()
-            key = _mixed(_mixed(own[Column.NOISE] ^ own[Column.STEP]) ^ (int(decided_rows[m]) - own[Column.CANVAS]))
-            keys[m] = key - (key >> 63 << 64)
+            keys[m] = reference_key(own, int(decided_rows[m]) - own[Column.CANVAS])
             if own[Column.SHIFTED] and own[Column.BEFORE]:
                 continue
             top_k[m], cuts[m] = own[Column.TOP_K], own[Column.CUTS]
@@ -69,6 +66,12 @@ def reference(*, table: Tensor, row: Tensor, cu_rows: Tensor, decided_rows: Tens
         "keys": torch.tensor(keys), "temperature": torch.tensor(temperature), "top_p": torch.tensor(top_p),
         "top_k": torch.tensor(top_k, dtype=torch.int32), "cuts": torch.tensor(cuts, dtype=torch.uint8),
     }  # fmt: skip
+
+
+def reference_key(own: Sequence[int], position: int) -> int:
+    """Return the random key of a position of a request, whose columns these are, in its next step."""
+    key = _mixed(_mixed(own[Column.NOISE] ^ own[Column.STEP]) ^ position)
+    return key - (key >> 63 << 64)
 
 
 def _mixed(word: int) -> int:

@@ -164,10 +164,11 @@ class _Asking:
         return self[Column.SHIFTED] == 1 and self[Column.BEFORE] > 0
 
     def decides(self) -> int:
-        if self.closes or (self[Column.DECIDES] == 2 and self[Column.NUMBER] == 0):
+        in_canvas = self[Column.SPAN] > self[Column.LENGTH] and self[Column.WINDOW] != 3 and self[Column.NUMBER] == 0
+        if self.closes or (self[Column.SHIFTED] and in_canvas):
             return 1
         quota = self[Column.QUOTA] + (1 if self[Column.NUMBER] < self[Column.MORE] else 0)
-        return min(quota, self[Column.OPEN]) if self[Column.DECIDES] == 1 else self[Column.OPEN]
+        return min(quota, self[Column.OPEN]) if self[Column.DECIDES] else self[Column.OPEN]
 
     def window(self) -> tuple[int, int, int]:
         """Where its window begins and ends, and the keys that it sees."""

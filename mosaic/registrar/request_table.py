@@ -41,7 +41,7 @@ class Column(IntEnum):
     MORE = 11
     """How many first steps of a block commit one more."""
     DECIDES = 12
-    """Which open positions of the block a step decides: `OPEN_ONES`, `FIRST_ONES` or `FIRST_ALONE`."""
+    """Which open positions of the block a step decides: `OPEN_ONES`, `FIRST_ONES` or `RANDOM_ONES`."""
     TOP_K = 13
     """Of the sampling; 0: off."""
     NOISE = 14
@@ -91,12 +91,13 @@ BY_BLOCKS, REFRESHED, FROM_BLOCK, WHOLE = 0, 1, 2, 3
 """Windows of a block's steps. By blocks: the block, which is the span, in its first step with `BEFORE` tokens before it. Refreshed:
 the whole span in the first step, and on a shifted model until the block's first position is decided; then the block. From the
 block: the same, but then to the canvas' end. Whole: the span. On a shifted model keys of `BEFORE` tokens are written by a step of
-its own: its last row predicts the first position after them, which it decides greedily and alone."""
+its own: its last row predicts the first position after them, which it decides greedily and alone. There the first step of a block
+decides the first position alone, too, if the next ones compute no row that predicts it."""
 CANVAS_LONG: Final = 1 << 31
 """The span of a model that attends both ways in all of the canvas."""
-OPEN_ONES, FIRST_ONES, FIRST_ALONE = 0, 1, 2
-"""What steps decide: all open positions of the block; the first ones, as many as they commit; or all, but the first position alone
-in the first step."""
+OPEN_ONES, FIRST_ONES, RANDOM_ONES = 0, 1, 2
+"""What steps decide: all open positions of the block, the first ones, or those with the largest random numbers (`uniforms` of
+`mosaic.kernels.shared.requests`), both as many as are committed."""
 LENGTH, EOS = 1, 2
 """How a request ends: it has all tokens of its answer, or one that stops it."""
 

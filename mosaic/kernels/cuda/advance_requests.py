@@ -21,6 +21,7 @@ from mosaic.kernels.cuda.shared.requests import (
     SPAN,
     START,
     STATE,
+    WHOLE,
     WINDOW,
     WRITTEN,
     C,
@@ -35,7 +36,6 @@ AT_ONCE: Final = 64  # untuned default
 CANVAS, PROMPT, END, STEP, STOP = (
     tl.constexpr(int(column)) for column in (Column.CANVAS, Column.PROMPT, Column.END, Column.STEP, Column.STOP)
 )
-WHOLE = tl.constexpr(request_table.WHOLE)
 STOPS, ENDED = tl.constexpr(request_table.STOPS), tl.constexpr(request_table.ENDED)
 HAS_ALL, HAS_STOP = tl.constexpr(request_table.LENGTH), tl.constexpr(request_table.EOS)
 W = tl.constexpr(WIDTH)

@@ -8,12 +8,15 @@ from typing import Final
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
-from mosaic.kernels.cuda.shared.requests import BLOCK, SHIFTED, START, C, float_of, quota_of
+from mosaic.kernels.cuda.shared.requests import BLOCK, DECIDES, SHIFTED, START, C, alone, float_of, key_of, quota_of
+from mosaic.kernels.cuda.shared.sampling import row_word, uniform
+from mosaic.registrar import request_table
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import Column
 
 AT_ONCE: Final = 128  # untuned default
 CANVAS, EXTENT, THRESHOLD = (tl.constexpr(int(one)) for one in (Column.CANVAS, Column.EXTENT, Column.THRESHOLD))
+RANDOM_ONES = tl.constexpr(request_table.RANDOM_ONES)
 NOTHING = tl.constexpr(OPEN)
 
 
@@ -47,10 +50,21 @@ def place_requests_kernel(
     row_at, last_row = tl.load(cu_rows + window), tl.load(cu_rows + window + 1)
     block_start, block = tl.load(line + START, mask=known, other=0), tl.load(line + BLOCK, mask=known, other=0)
     first += tl.load(line + SHIFTED, mask=known, other=0)  # whose row predicts the window's first position
+    drawn = (tl.load(line + DECIDES, mask=known, other=0) == RANDOM_ONES) & (alone(line, known) == 0)
+    least = tl.where(drawn, last_row - row_at, block + 1)
     for at in range(0, tl.where(last_row > row_at, block, 0), AT_ONCE):
         position = block_start + at + lane
         token = tl.load(canvas + own_canvas + position, mask=at + lane < block, other=NOTHING + 1)
-        open_ = (token == NOTHING).to(tl.int32)
+        larger = lane * 0
+        if drawn:
+            chance = uniform(row_word(2, key_of(line, known, position)))
+            for other in range(0, block, AT_ONCE):
+                place = block_start + other + lane
+                beside = tl.load(canvas + own_canvas + place, mask=other + lane < block, other=NOTHING + 1)
+                its = uniform(row_word(2, key_of(line, known, place)))[None, :]
+                before = (its > chance[:, None]) | ((its == chance[:, None]) & (place[None, :] < position[:, None]))
+                larger += tl.sum((before & (beside == NOTHING)[None, :]).to(tl.int32), 1)
+        open_ = ((token == NOTHING) & (larger < least)).to(tl.int32)
         place = row_at + tl.cumsum(open_, 0) - open_
         mine = (open_ > 0) & (place < last_row)
         tl.store(decided_rows + place, own_canvas + position, mask=mine)

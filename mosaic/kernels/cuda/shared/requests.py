@@ -6,7 +6,7 @@ from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.registrar import request_table
 from mosaic.registrar.request_table import COLUMNS, Column
 
-__all__ = ["C", "closes", "float_of", "mixed", "quota_of", "wants"]
+__all__ = ["C", "alone", "closes", "float_of", "key_of", "mixed", "quota_of", "wants"]
 
 C = tl.constexpr(COLUMNS)
 STATE, EXTENTS, PREFIX, LENGTH, BLOCK = (
@@ -24,9 +24,10 @@ WRITTEN, START, BEFORE, NUMBER, OPEN, WIDE, SERVED = (
         Column.WRITTEN, Column.START, Column.BEFORE, Column.NUMBER, Column.OPEN, Column.WIDE, Column.SERVED
     )
 )  # fmt: skip
+NOISE, STEP = tl.constexpr(int(Column.NOISE)), tl.constexpr(int(Column.STEP))
 RUNNING, MARKED_STEPS = tl.constexpr(request_table.RUNNING), tl.constexpr(request_table.MARKED_STEPS)
 FROM_BLOCK, CANVAS_LONG = tl.constexpr(request_table.FROM_BLOCK), tl.constexpr(request_table.CANVAS_LONG)
-FIRST_ONES, FIRST_ALONE = tl.constexpr(request_table.FIRST_ONES), tl.constexpr(request_table.FIRST_ALONE)
+OPEN_ONES, WHOLE = tl.constexpr(request_table.OPEN_ONES), tl.constexpr(request_table.WHOLE)
 
 
 @triton.jit
@@ -49,6 +50,15 @@ def closes(line, known):
 
 
 @triton.jit
+def alone(line, known):
+    """Whether the next step decides the first position of the block alone."""
+    first = (tl.load(line + NUMBER, mask=known, other=1) == 0) & (tl.load(line + SHIFTED, mask=known, other=0) != 0)
+    in_canvas = tl.load(line + SPAN, mask=known, other=0) == CANVAS_LONG
+    whole = tl.load(line + WINDOW, mask=known, other=0) == WHOLE
+    return closes(line, known) | (first & in_canvas & (whole == 0))
+
+
+@triton.jit
 def wants(line, known, group, marked):
     """Of rows of the table, in a step of a group, marked or not: who decides, who reads its prompt, the window, the keys it sees,
     rows, extents, span and turn."""
@@ -68,9 +78,8 @@ def wants(line, known, group, marked):
     begin, end = tl.where(fills, written, begin), tl.where(fills, prefix, tl.where(closing, start, end))
     seen = tl.where(closing, start, span_end)
     open_, decides = tl.load(line + OPEN, mask=known, other=0), tl.load(line + DECIDES, mask=known, other=0)
-    alone = closing | ((decides == FIRST_ALONE) & (number == 0))
-    rows = tl.where(decides == FIRST_ONES, tl.minimum(quota_of(line, known), open_), open_)
-    rows = tl.where(alone, 1, rows)
+    rows = tl.where(decides == OPEN_ONES, open_, tl.minimum(quota_of(line, known), open_))
+    rows = tl.where(alone(line, known), 1, rows)
     extents, served = tl.load(line + EXTENTS, mask=known, other=0), tl.load(line + SERVED, mask=known, other=0)
     return (
         running & mine & (written >= prefix),
@@ -83,6 +92,13 @@ def wants(line, known, group, marked):
         span,
         served,
     )
+
+
+@triton.jit
+def key_of(line, known, position):
+    """The random keys of positions in the next step."""
+    step = mixed(tl.load(line + NOISE, mask=known, other=0) ^ tl.load(line + STEP, mask=known, other=0))
+    return mixed(position ^ step)
 
 
 @triton.jit
