@@ -15,6 +15,8 @@ from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import Column
 
 AT_ONCE: Final = 128  # untuned default
+COMPARED: Final = 16
+"""Positions that random numbers are compared with at once: more of them spill."""
 CANVAS, EXTENT, THRESHOLD = (tl.constexpr(int(one)) for one in (Column.CANVAS, Column.EXTENT, Column.THRESHOLD))
 RANDOM_ONES = tl.constexpr(request_table.RANDOM_ONES)
 NOTHING = tl.constexpr(OPEN)
@@ -23,7 +25,7 @@ NOTHING = tl.constexpr(OPEN)
 @triton.jit(do_not_specialize=["sequences", "tokens", "most", "count"])
 def place_requests_kernel(
     table, canvas, held_extents, row, begin, cu_seqlens, cu_rows, cu_extents, positions, token_rows, rows, decided_rows,
-    extents, quota, threshold, sequences, tokens, most, count, AT_ONCE: tl.constexpr,
+    extents, quota, threshold, sequences, tokens, most, count, AT_ONCE: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
     window = tl.program_id(0)
     lane = tl.arange(0, AT_ONCE)
@@ -58,9 +60,10 @@ def place_requests_kernel(
         larger = lane * 0
         if drawn:
             chance = uniform(row_word(2, key_of(line, known, position)))
-            for other in range(0, block, AT_ONCE):
-                place = block_start + other + lane
-                beside = tl.load(canvas + own_canvas + place, mask=other + lane < block, other=NOTHING + 1)
+            for other in range(0, block, COMPARED):
+                number = other + tl.arange(0, COMPARED)
+                place = block_start + number
+                beside = tl.load(canvas + own_canvas + place, mask=number < block, other=NOTHING + 1)
                 its = uniform(row_word(2, key_of(line, known, place)))[None, :]
                 before = (its > chance[:, None]) | ((its == chance[:, None]) & (place[None, :] < position[:, None]))
                 larger += tl.sum((before & (beside == NOTHING)[None, :]).to(tl.int32), 1)
@@ -90,5 +93,5 @@ def launch(
     place_requests_kernel[(sequences + 1,)](
         table, canvas, held_extents, row, begin, cu_seqlens, cu_rows, cu_extents, positions, token_rows, rows,
         decided_rows, extents, quota, threshold, sequences, positions.shape[0], rows.shape[0],
-        extents.shape[0], AT_ONCE=AT_ONCE,
+        extents.shape[0], AT_ONCE=AT_ONCE, COMPARED=COMPARED,
     )  # fmt: skip
