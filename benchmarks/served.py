@@ -5,8 +5,9 @@ Of requests that are rows of a table it takes what the table reads; of generator
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from mosaic.runtime.request_table import Served
     from mosaic.runtime.steps import StepRequest, StepResult
 
-__all__ = ["Meter", "StepServed"]
+__all__ = ["TIMES", "Meter", "StepServed", "percentiles", "shown_times", "useful"]
 
 
 class StepServed(NamedTuple):
@@ -138,3 +139,29 @@ class Meter:
     def _note(self, requests: Sequence[StepRequest], plan: Plan) -> None:
         windows = [(one.start, one.token_ids.numel(), one.rows.numel(), one.key_len) for one in requests]
         self.steps.append(_served(windows, self._model.architecture.block, plan))
+
+
+# --- figures of many steps ------------------------------------------------------------------------------------------------
+
+TIMES: Final = ("a step, ms", "99th, ms", "longest, ms")
+
+
+def percentiles(times_ms: Sequence[float], name: str = "") -> dict[str, float]:
+    """Return the median, the 99th percentile and the largest of times.
+
+    >>> percentiles([3.0, 1.0, 2.0])
+    {'median_ms': 2.0, 'p99_ms': 2.0, 'most_ms': 3.0}
+    """
+    found = sorted(times_ms)
+    values = statistics.median(found), found[int(0.99 * (len(found) - 1))], found[-1]
+    return dict(zip((f"{name}median_ms", f"{name}p99_ms", f"{name}most_ms"), values, strict=True))
+
+
+def shown_times(point: Mapping[str, Any], name: str = "") -> list[str]:
+    """Return them for a table."""
+    return [f"{point[f'{name}{which}_ms']:.2f}" for which in ("median", "p99", "most")]
+
+
+def useful(steps: Sequence[StepServed]) -> float:
+    """Return the share of computed tokens that are of requests; the rest pads."""
+    return sum(step.tokens for step in steps) / sum(step.size for step in steps)

@@ -10,7 +10,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count, islice
 from typing import Any, Final, NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.eviction import NewSizes
-from benchmarks.served import Meter, StepServed
+from benchmarks.served import TIMES, Meter, StepServed, percentiles, shown_times, useful
 from mosaic.decoding import GenerationConfig, LiveRequest, Session, Submission
 from mosaic.decoding.config import ALGORITHMS, own_algorithm
 from mosaic.models.architecture import Architecture
@@ -97,6 +97,13 @@ def poisson(submissions: Iterable[Submission], rate: float, seed: int) -> Iterat
 class Traffic:
     """A session, driven by requests that arrive. Who is not admitted waits, and all behind wait with them.
 
+    Parameters
+    ----------
+    session, arrivals
+        The session, and requests in the order in which they come.
+    between
+        The most that are submitted between two steps.
+
     Attributes
     ----------
     steps_ms
@@ -111,16 +118,19 @@ class Traffic:
         How each ended.
     refused
         Numbers of requests that do not fit an idle session.
+    most_live
+        The most requests that were live together.
     """
 
-    def __init__(self, session: Session, arrivals: Iterable[Arrival]) -> None:
-        self._session, self._arrivals = session, iter(arrivals)
+    def __init__(self, session: Session, arrivals: Iterable[Arrival], between: int | None = None) -> None:
+        self._session, self._arrivals, self._between = session, iter(arrivals), between
         self._next = next(self._arrivals, None)
         self._began, self._live = time.perf_counter(), dict[LiveRequest, Arrival]()
         self.steps_ms, self.latencies_s = list[float](), list[float]()
         self.submitting_s = 0.0
         self.answers, self.finishes = dict[int, list[int]](), list[str]()
         self.refused: list[int] = []
+        self.most_live = 0
 
     @property
     def is_over(self) -> bool:
@@ -135,7 +145,8 @@ class Traffic:
     def step(self) -> None:
         """Submit who has come and is admitted; run a step, or wait for the next one to come."""
         self._submit()
-        if self._session.live:
+        if live := len(self._session.live):
+            self.most_live = max(self.most_live, live)
             began = time.perf_counter()
             self._session.advance()
             self.steps_ms.append(1e3 * (time.perf_counter() - began))
@@ -145,7 +156,9 @@ class Traffic:
 
     def _submit(self) -> None:
         began = time.perf_counter()
-        while self._next is not None and self._next.at_s <= self.seconds:
+        for _ in count() if self._between is None else range(self._between):
+            if self._next is None or self._next.at_s > self.seconds:
+                break
             if self._session.admits(self._next.submission):
                 (request,) = self._session.submit_all([self._next.submission])
                 self._live[request] = self._next
@@ -173,17 +186,6 @@ def request_number(arrival: Arrival) -> int:
     return arrival.submission.request_id
 
 
-def percentiles(times_ms: Sequence[float], name: str = "") -> dict[str, float]:
-    """Return the median, the 99th percentile and the largest of times.
-
-    >>> percentiles([3.0, 1.0, 2.0])
-    {'median_ms': 2.0, 'p99_ms': 2.0, 'most_ms': 3.0}
-    """
-    found = sorted(times_ms)
-    values = statistics.median(found), found[int(0.99 * (len(found) - 1))], found[-1]
-    return dict(zip((f"{name}median_ms", f"{name}p99_ms", f"{name}most_ms"), values, strict=True))
-
-
 # --- mixed traffic ------------------------------------------------------------------------------------------------------
 
 
@@ -193,32 +195,33 @@ def mixed(
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Serve the same requests as `RUNS` says; yield the figures of each pass."""
     draws = drawn(model.architecture, seed, prompts=prompts, answers=answers, policies=policies, **more)
-    submissions, new, queued = [*islice(draws, requests)], NewSizes(model), None
+    submissions, queued = [*islice(draws, requests)], None
     for run, pace in RUNS.items():
-        meter = Meter(model, tabled=tabled)
-        with Session(meter) as session:
-            rate = math.inf if queued is None or math.isinf(pace) else pace * requests / queued.seconds
-            traffic = Traffic(session, poisson(submissions, rate, seed))
-            times = driven(traffic, meter)
-            seconds = traffic.seconds
-        if run == "queued" or queued is None:
-            queued = _Queued(seconds, traffic.answers)
-        same = sum(traffic.answers[number] == tokens for number, tokens in queued.answers.items())
-        latencies_ms = [1e3 * latency for latency in traffic.latencies_s]
-        yield {
-            "run": run, "requests": requests, "tokens_per_s": sum(map(len, traffic.answers.values())) / seconds,
-            "of_queued": queued.seconds / seconds, "seconds": seconds, "steps": len(traffic.steps_ms),
-            **percentiles(traffic.steps_ms), **percentiles(latencies_ms, "latency_"), **beyond_predicted(times),
-            "submit_ms": 1e3 * traffic.submitting_s / requests, "useful": useful(meter.steps), "refused": len(traffic.refused),
-            "new_sizes": new.count(), "same_as_queued": same,
-        }  # fmt: skip
+        rate = math.inf if queued is None or math.isinf(pace) else pace * requests / queued["seconds"]
+        answered, found = served(model, poisson(submissions, rate, seed), tabled=tabled)
+        if queued is None or run == "queued":
+            queued, reference = found, answered
+        same = sum(answered[number] == tokens for number, tokens in reference.items())
+        found |= {"of_queued": queued["seconds"] / found["seconds"], "same_as_queued": same}
+        yield {"run": run, "requests": requests, **found}
 
 
-class _Queued(NamedTuple):
-    """The pass that others are compared with."""
-
-    seconds: float
-    answers: Mapping[int, list[int]]
+def served(
+    model: CompiledModel, arrivals: Iterable[Arrival], *, tabled: bool = True, **options: Any
+) -> tuple[dict[int, list[int]], dict[str, Any]]:  # fmt: skip
+    """Serve requests as they come, in a session of its own; return their answers by number, and figures."""
+    new, meter = NewSizes(model), Meter(model, tabled=tabled)
+    with Session(meter, **options) as session:
+        traffic = Traffic(session, arrivals)
+        times = driven(traffic, meter)
+        seconds = traffic.seconds
+    latencies_ms = [1e3 * latency for latency in traffic.latencies_s]
+    return traffic.answers, {
+        "tokens_per_s": sum(map(len, traffic.answers.values())) / seconds, "seconds": seconds, "steps": len(traffic.steps_ms),
+        **percentiles(traffic.steps_ms), **percentiles(latencies_ms, "latency_"), **beyond_predicted(times),
+        "submit_ms": 1e3 * traffic.submitting_s / len(latencies_ms), "useful": useful(meter.steps), "most_live": traffic.most_live,
+        "refused": len(traffic.refused), "new_sizes": new.count(),
+    }  # fmt: skip
 
 
 def driven(traffic: Traffic, meter: Meter) -> list[tuple[float, StepServed]]:
@@ -241,6 +244,18 @@ def beyond_predicted(times: Iterable[tuple[float, StepServed]]) -> dict[str, flo
     return {"large_steps": len(found), "of_predicted": statistics.median(found), "of_predicted_p99": p99}
 
 
-def useful(steps: Sequence[StepServed]) -> float:
-    """Return the share of computed tokens that are of requests; the rest pads."""
-    return sum(step.tokens for step in steps) / sum(step.size for step in steps)
+MIXED: Final = (
+    "run", "requests", "tokens/s", "of the queued", "steps", *TIMES, "a request, ms", "99th, ms", "longest, ms", "large steps",
+    "of predicted: median, 99th", "to submit, ms", "useful rows", "new sizes", "same answers", "refused",
+)  # fmt: skip
+
+
+def mixed_row(point: Mapping[str, Any]) -> list[str]:
+    """Return a point's row of the table."""
+    over = [f"{point[name]:.2f}" if name in point else "" for name in ("of_predicted", "of_predicted_p99")]
+    return [
+        point["run"], f"{point['requests']}", f"{point['tokens_per_s']:,.0f}", f"{point['of_queued']:.2f}", f"{point['steps']:,}",
+        *shown_times(point), *shown_times(point, "latency_"), f"{point['large_steps']}", ", ".join(over),
+        f"{point['submit_ms']:.2f}", f"{point['useful']:.1%}",
+        *(f"{point[name]}" for name in ("new_sizes", "same_as_queued", "refused")),
+    ]  # fmt: skip

@@ -177,10 +177,12 @@ SILENT_OF = {  # attributes that neither a shape nor FLOPs nor bytes tell
     "page_bounds": "slot, statistic, block, rows", "page_extrema": "layer, slot, page",
     "top_keys": "slot, k, page, ratio, enough", "prefix_logsumexp": "layer, scale",
     "token_importance": "layer, scale, pool", "evict_tokens": "alpha, history, threshold, placeholders, weight, keep, rank",
-    "kv_store": "layer, head_size",
+    "kv_store": "layer, head_size", "focus_requests": "own, processed, importance, first_step, reach, history",
+    "note_focus": "own, processed, first_step",
     "read_canvas": "open_id", "moe_route": "normalize, scoring, groups, top_groups, scale",
     "rms_norm": "eps", "rotary": "head_size, factor", "rotary_store": "layer, head_size, eps, factor",
     "norm_gate_up": "eps", "norm_qkv": "eps",
+    "resume_rows": "partly", "reuse_requests": "own, steps", "select_requests": "own, carried, answer",
     "row_score": "kind", "transfer": "rule, mask_id",
 }  # fmt: skip
 

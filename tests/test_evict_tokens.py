@@ -67,16 +67,16 @@ def drawn(seed: int, *, sequences: int = 0) -> Case:
         windows.append(len(window))
     rows, padding = len(status), rng.choice([1, 3])
     owned = rng.sample(range(count + 3), count)
-    state = torch.full((count + 3, 2), math.nan)
+    state = torch.full((count + 3, 4), math.nan)
     kind = rng.choice(HISTORIES)
-    state[owned] = torch.tensor([[rng.randint(0, 90), rng.choice([0, rng.randint(1, 60)])] for _ in owned], dtype=F32)
-    state[owned] *= (state[owned][:, 1:] > 0).float()
+    state[owned] = torch.tensor([[rng.randint(0, 90), rng.choice([0, rng.randint(1, 60)]), 7, 9] for _ in owned], dtype=F32)
+    state[owned, 0] *= state[owned, 1] > 0
     operands = {
         "before": importance[0], "after": importance[1], "listed": torch.tensor(listed, dtype=I32),
         "first": torch.tensor(first, dtype=I32), "progress": torch.tensor(progress, dtype=I32),
         "status": torch.tensor(status + [1] * padding, dtype=torch.uint8),
         "positions": torch.tensor(positions + [0] * padding, dtype=I32), "cu_seqlens": starts(windows),
-        "decoded": torch.tensor([rng.randint(-1, 6) for _ in owned], dtype=I32), "owner": torch.tensor(owned),
+        "decoded": torch.tensor([rng.randint(-2, 6) for _ in owned], dtype=I32), "owner": torch.tensor(owned),
         "state": strided(state),
     }  # fmt: skip
     if rng.random() < 0.25:
@@ -104,7 +104,8 @@ def stated(case: Case) -> dict[str, Any]:
         kinds = {position: int(given["status"][row]) for position, row in at.items()}
         masked = [position for position in sorted(at) if kinds[position]]
         delta = {position: float(change[b, position - begin]) for position in masked}
-        state[given["owner"][b]] = torch.tensor(counted(state[given["owner"][b]], int(given["decoded"][b]), attrs))
+        own = state[given["owner"][b]]
+        own[:2] = torch.tensor(counted(own, int(given["decoded"][b]), attrs))
         target = max(
             budget_of(state[given["owner"][b]], attrs), candidates(delta, change[b], given["listed"][b], attrs)
         )
@@ -129,9 +130,9 @@ def stated(case: Case) -> dict[str, Any]:
 
 def counted(own: Tensor, decoded: int, attrs: dict[str, Any]) -> list[float]:
     """Equations 17 and 18, or an exponential average."""
-    summed, steps = own.tolist()
+    summed, steps, *_ = own.tolist()
     if decoded < 0:
-        return [0.0, 0.0]
+        return [0.0, 0.0] if decoded == -1 else [summed, steps]
     if attrs["history"] == "block" and not decoded:
         return [summed, steps]
     if attrs["history"] == "ema" and steps:
@@ -141,7 +142,7 @@ def counted(own: Tensor, decoded: int, attrs: dict[str, Any]) -> list[float]:
 
 def budget_of(own: Tensor, attrs: dict[str, Any]) -> int:
     """Equation 4's budget by history, exactly."""
-    summed, steps = (Fraction(value) for value in own.tolist())
+    summed, steps = (Fraction(value) for value in own.tolist()[:2])
     average = summed if attrs["history"] == "ema" else summed / (steps or 1)
     return math.ceil(Fraction(str(attrs["alpha"])) * max(average, Fraction(1)))
 
@@ -222,11 +223,11 @@ def test_rounding_adds_no_token(alpha: float, average: int, budget: int, steps: 
 @triton_test
 @pytest.mark.parametrize(("alpha", "average", "budget"), [(1.2, 5, 6), (1.8, 5, 9), (1.4, 15, 21)])
 def test_rounding_adds_no_token_in_triton(alpha: float, average: int, budget: int) -> None:
-    for steps in (1, 3, 171):
-        assert int(run(whole_number(alpha, average * steps, steps), DEVICE)["total"]) == budget
+    for steps, decoded in ((1, 0), (3, -2), (171, 0)):
+        assert int(run(whole_number(alpha, average * steps, steps, decoded), DEVICE)["total"]) == budget
 
 
-def whole_number(alpha: float, summed: int, steps: int) -> Case:
+def whole_number(alpha: float, summed: int, steps: int, decoded: int = 0) -> Case:
     """A block of 32 masks that were all processed, of which the first has all the importance."""
     after = torch.zeros(1, 1, 32)
     after[0, 0, 0] = 1.0
@@ -234,8 +235,8 @@ def whole_number(alpha: float, summed: int, steps: int) -> Case:
         "before": torch.zeros(1, 1, 32), "after": after, "listed": torch.arange(32, dtype=I32)[None],
         "first": torch.zeros(1, dtype=I32), "progress": torch.full((1,), 32, dtype=I32),
         "status": torch.ones(32, dtype=torch.uint8), "positions": torch.arange(32, dtype=I32), "cu_seqlens": starts([32]),
-        "decoded": torch.zeros(1, dtype=I32), "owner": torch.zeros(1, dtype=torch.int64),
-        "state": strided(torch.tensor([[float(summed), float(steps)]])),
+        "decoded": torch.tensor([decoded], dtype=I32), "owner": torch.zeros(1, dtype=torch.int64),
+        "state": strided(torch.tensor([[float(summed), float(steps), 0.0, 0.0]])),
     }  # fmt: skip
     outputs = {
         "rows": torch.empty(32, dtype=torch.int64), "bounds": torch.empty(2, dtype=I32),
@@ -251,7 +252,7 @@ GIVEN: dict[str, Any] = {
     "before": Spec((SEQS, 2, 8), "float32"), "after": Spec((SEQS, 2, 8), "float32"), "listed": Spec((SEQS, 8), "int32"),
     "first": PER_SEQUENCE, "progress": PER_SEQUENCE, "status": Spec((TOKENS,), "uint8"), "positions": Spec((TOKENS,), "int32"),
     "cu_seqlens": Spec((SEQS + 1,), "int32"), "decoded": PER_SEQUENCE, "owner": Spec((SEQS,), "int64"),
-    "state": Spec((ROWS, 2), "float32"),
+    "state": Spec((ROWS, 4), "float32"),
 }  # fmt: skip
 ATTRS: dict[str, Any] = {
     "alpha": 1.5,
@@ -280,8 +281,8 @@ def test_shapes_follow_from_operands() -> None:
     ({"status": Spec((TOKENS, 1), "uint8")}, r"operand 'status' is .*, expected uint8\[[tT]\]"),
     ({"positions": Spec((TOKENS,), "int64")}, r"operand 'positions' is .*, expected int32\[t\]"),
     ({"owner": PER_SEQUENCE}, r"operand 'owner' is .*, expected int64\[b\]"),
-    ({"state": Spec((ROWS, 3), "float32")}, r"operand 'state' is .*, expected float32\[[rE], 2\]"),
-    ({"state": Spec((ROWS,), "float32")}, r"operand 'state' is .*, expected float32\[[rE], 2\]"),
+    ({"state": Spec((ROWS, 3), "float32")}, r"operand 'state' is .*, expected float32\[[rE], 4\]"),
+    ({"state": Spec((ROWS,), "float32")}, r"operand 'state' is .*, expected float32\[[rE], 4\]"),
     ({"history": "mean"}, "history must be one of cumulative, ema, block, not 'mean'"),
     ({"threshold": "sum"}, "threshold must be one of deviation, mean"),
     ({"placeholders": "all"}, "placeholders must be one of masked, unprocessed"),

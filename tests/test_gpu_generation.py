@@ -208,7 +208,7 @@ def test_pages_are_the_plans_at_every_step(opened: Any) -> None:
         peaks.append(step.peak_bytes)
 
     first, changes = tokens_of(generated(model, family, options, on_step=measure)), model.workspace.changes()
-    assert max(peaks) == highest and not model.state_rows
+    assert max(peaks) <= highest and not model.state_rows
     assert tokens_of(generated(model, family, options, on_step=measure)) == first
     assert model.workspace.changes() == changes  # a second generation finds all its memory
     free = torch.cuda.mem_get_info()[0]

@@ -799,6 +799,8 @@ def test_memory_cases_cover_every_kernel() -> None:
         "query_change",
         "token_importance",  # test_token_importance
         "evict_tokens",  # test_evict_tokens
+        "focus_requests",  # test_focus_requests
+        "note_focus",
         "key_mass",  # test_selection_of_keys
         "prefix_logsumexp",  # test_selection_of_keys
         "selected_attention",  # test_selected_attention
@@ -824,6 +826,8 @@ def test_memory_cases_cover_every_kernel() -> None:
         "draw_requests",
         "pack_requests",
         "place_requests",
+        "reuse_requests",
+        "select_requests",
     }
 
 

@@ -106,6 +106,7 @@ class Requests:
         column[Column.BEFORE] = span if at and span < CANVAS_LONG and now % span == 0 and not number else 0
         column[Column.GROUP] = rng.choice([0, 0, 0, 2]) * self.groups
         column[Column.MARKS] = rng.choice([0, 0, 1, 4, 1 << 62]) * self.groups
+        column[Column.OWN : Column.OWN + 4] = [rng.randrange(9) for _ in range(4)]
         column[Column.STEP], column[Column.SERVED] = rng.randrange(50), rng.randrange(12)
         column[Column.OPEN] = sum(token == OPEN for token in canvas[now : now + block])
         tokens += canvas
@@ -149,7 +150,7 @@ class Requests:
     def place(self) -> Case:
         packed, (tokens, rows, extents) = self.packed()
         given = {"table": self.table, "canvas": self.canvas, "held_extents": self.extents}
-        del packed["seen"]
+        self.seen = packed.pop("seen")
         sizes, sequences = {"tokens": tokens, "most": rows, "count": extents}, len(packed["row"])
         outputs = {
             "positions": torch.empty(sizes["tokens"], dtype=I32),
@@ -173,13 +174,38 @@ class Requests:
         outputs |= {"top_k": torch.empty(rows, dtype=I32), "cuts": torch.empty(rows, dtype=torch.uint8)}
         return Case("draw_requests", {**given, "decided_rows": decided}, outputs, {})
 
+    def select(self) -> Case:
+        placing, rng = self.place(), self.rng
+        given = {name: placing.operands[name] for name in ("table", "row", "cu_seqlens")}
+        given |= {"seen": self.seen, "positions": placing.reference()["positions"]}
+        sequences, tokens = len(given["row"]), len(given["positions"])
+        outputs = {"owner": torch.empty(sequences, dtype=torch.int64)}
+        outputs |= {
+            name: torch.empty(sequences + (name == "cu_keys"), dtype=I32)
+            for name in ("captured", "candidates", "seen_exactly", "seen_sparsely", "cu_keys")
+        }
+        outputs["votes"] = torch.empty(tokens, dtype=torch.uint8)
+        attrs = {"own": Column.OWN + rng.randrange(4), "carried": rng.random() < 0.5, "answer": rng.random() < 0.5}
+        return Case("select_requests", given, outputs, attrs)
+
+    def reuse(self) -> Case:
+        placing, rng = self.place(), self.rng
+        given = {name: placing.operands[name] for name in ("table", "row")}
+        sequences = len(given["row"])
+        outputs = {"kept_row": torch.empty(sequences, dtype=torch.int64)}
+        outputs |= {name: torch.empty(sequences, dtype=I32) for name in ("prefix", "refreshed")}
+        return Case("reuse_requests", given, outputs, {"own": Column.OWN + rng.randrange(4), "steps": rng.randrange(4)})
+
     def advance(self) -> Case:
         placing, rng = self.place(), self.rng
         decided = placing.reference()["decided_rows"]
         committed = torch.tensor([rng.random() < rng.choice([0.3, 1.0]) and row >= 0 for row in decided.tolist()])
         canvas = self.canvas.clone()
         canvas[decided[committed]] = torch.randint(20, (int(committed.sum()),))
-        given = {name: placing.operands[name] for name in ("row", "begin", "cu_seqlens", "cu_rows")}
+        given = {name: placing.operands[name] for name in ("row", "begin")}
+        computed = rng.randrange(len(given["row"]) + 1)  # of a cut step some may have to wait
+        for name in ("cu_seqlens", "cu_rows"):
+            given[name] = placing.operands[name].clamp(max=int(placing.operands[name][computed]))
         given |= {"table": self.table.clone(), "canvas": canvas, "committed": committed.byte()}
         return Case("advance_requests", given, {"report": torch.empty(len(given["row"]), WIDTH, dtype=torch.int64)}, {})
 
@@ -188,10 +214,11 @@ def values(found: dict[str, Any]) -> dict[str, Any]:
     return {name: value.tolist() for name, value in found.items()}
 
 
+OF_POLICIES = ("select", "reuse")
 KINDS = ("pack", "place", "draw", "advance")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *OF_POLICIES])
 @pytest.mark.parametrize("seed", range(40))
 def test_on_the_cpu(seed: int, kind: str) -> None:
     case: Case = getattr(Requests(seed), kind)()
@@ -205,7 +232,7 @@ def test_on_the_cpu(seed: int, kind: str) -> None:
 
 
 @triton_test
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *OF_POLICIES])
 @pytest.mark.parametrize("seed", range(8))
 def test_in_triton(seed: int, kind: str) -> None:
     case: Case = getattr(Requests(seed), kind)()

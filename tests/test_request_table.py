@@ -10,7 +10,9 @@ import random
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,7 +34,11 @@ from mosaic.decoding import (
 )
 from mosaic.decoding.config import ALGORITHMS
 from mosaic.errors import DoesNotFit, UsageError
+from mosaic.models import load
+from mosaic.models.step import StepSize
+from mosaic.planner import Planner
 from mosaic.runtime.compiled import CompiledModel
+from mosaic.units import KIB
 
 MASK = 63
 _SIZES: dict[str, Any] = {
@@ -424,6 +430,24 @@ def test_prompts_come_in_chunks_that_a_step_has_room_for(models: dict[str, Compi
         assert sum(len(both) == 2 for both in served) > 10 and torch.equal(
             second.generation.token_ids, expected[1].token_ids
         )
+
+
+def test_a_table_does_not_grow_into_the_room_of_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many requests as there is room for, every other one a generator, beside a table that is too small for its own."""
+    monkeypatch.setattr("mosaic.runtime.request_table.ROWS", 4)
+    one_step = StepSize(windows=(8,), rows=4)
+    least = Planner(load(CONFIGS["sdar"]), device="cpu", host_budget=0).needed(one_step)
+    budget = least + 500 * KIB
+    with mosaic.compile(CONFIGS["sdar"], seed=3, host_budget=0, budget=budget) as model, model.session() as session:
+        config = GenerationConfig(gen_length=4, stop_at_eos=False)
+        both = [config, replace(config, block_cache="dc")]
+        asked = (Submission(prompt=prompt_of(40), config=config) for config in cycle(both))
+        for submission in asked:
+            if not session.admits(submission):
+                break
+            session.submit_all([submission])
+        assert len(session.live) > 40
+        session.advance(6)
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -12,12 +12,15 @@ import pytest
 from test_request_table import CONFIGS
 
 import mosaic
-from benchmarks import serving, traffic
+from benchmarks import at_once, overload, prompts, serving, traffic
+from benchmarks.floor import Floor
 from benchmarks.record import table
 from benchmarks.served import Meter
 from mosaic.decoding import GenerationConfig, Session, Submission
 from mosaic.devices import load_device
+from mosaic.models.step import StepSize
 from mosaic.runtime.compiled import CompiledModel
+from mosaic.units import MIB
 
 CPU = load_device("cpu")
 WAY: dict[str, Any] = {"steps": 2, "remasking": "low_confidence_static"}
@@ -49,11 +52,11 @@ def test_a_meter_notes_what_each_step_serves(sdar: CompiledModel, tabled: bool) 
     else:  # whose steps have rows for the whole block
         assert found[0] == prompt and found[-1] == (2, 0, 8, 8, *last[4:])
     assert all(step.size >= step.tokens for step in meter.steps)
-    assert all(step.floor_s(serving.Floor(sdar.architecture, CPU)) > 0 for step in meter.steps)
+    assert all(step.floor_s(Floor(sdar.architecture, CPU)) > 0 for step in meter.steps)
 
 
 def test_requests_at_once_are_timed_and_counted(sdar: CompiledModel) -> None:
-    found = serving.at_once(sdar, CPU, 3, prompt=9, answer=7, **WAY)
+    found = at_once.at_once(sdar, CPU, 3, prompt=9, answer=7, **WAY)
     assert found["steps"] == 5 and found["new_sizes"] == 0 and 0 < found["useful"] <= 1
     assert 0 < found["median_ms"] <= found["p99_ms"] <= found["most_ms"] and found["python_calls"] > 10
     assert found["tokens_per_s"] == pytest.approx(3 * 7 / (5e-3 * found["median_ms"]), rel=0.9)
@@ -62,14 +65,14 @@ def test_requests_at_once_are_timed_and_counted(sdar: CompiledModel) -> None:
 
 
 def test_a_device_is_busy_while_any_kernel_runs() -> None:
-    assert serving.busy_ms([(0, 2000), (5000, 6000), (1000, 3000), (1200, 1300)]) == 4.0
+    assert at_once.busy_ms([(0, 2000), (5000, 6000), (1000, 3000), (1200, 1300)]) == 4.0
 
 
 @pytest.mark.soak
 def test_traffic_is_served_queued_and_as_it_comes(sdar: CompiledModel) -> None:
     """The same requests in each pass, which get the same tokens; at half the rate they take more time."""
     policies = ["exact", "dc+"]
-    points = [*serving.mixed(sdar, 6, seed=1, prompts=(4, 20), answers=(2, 8), policies=policies, steps=2)]
+    points = [*traffic.mixed(sdar, 6, seed=1, prompts=(4, 20), answers=(2, 8), policies=policies, steps=2)]
     assert [point["run"] for point in points] == [*traffic.RUNS]
     for point in points:
         assert point["same_as_queued"] == 6 and point["refused"] == 0 and point["steps"] >= 5
@@ -110,3 +113,54 @@ def test_who_never_fits_is_refused_and_keeps_nobody(sdar: CompiledModel) -> None
         while not found.is_over:
             found.step()
     assert (found.refused, sorted(found.answers), found.finishes) == ([6], [5, 9], ["length", "length"])
+
+
+@pytest.mark.soak
+def test_a_long_prompt_that_comes_to_running_requests_is_timed(sdar: CompiledModel) -> None:
+    """It comes in chunks, beside which the others have their steps."""
+    found = prompts.delays(sdar, 2, 512, prompt=5, answer=200, max_delay_ms=0.0, **WAY)
+    assert found["chunks"] > 1 and found["chunk_tokens"][1] < 512 and found["new_sizes"] == 0
+    assert 0 < found["before_ms"] <= found["before_most_ms"] and 0 < found["during_ms"] <= found["during_most_ms"]
+    assert found["during_most_ms"] < 1e3 * found["prefill_s"]
+    result = {"what": "delay", "points": [found]}
+    assert table(serving.header_of(result), [*serving.rows_of(result)]).count("\n") == 2
+
+
+@pytest.mark.soak
+def test_prefills_are_timed_whole_and_in_chunks(sdar: CompiledModel) -> None:
+    points = [*prompts.prefills(sdar, CPU, [64, 40], 16)]
+    assert [point["chunks"] for point in points] == [1, 4, 1, 3]
+    assert points[0]["of_whole"] == points[2]["of_whole"] == 1 and all(point["of_floor"] > 1 for point in points)
+    result = {"what": "prefill", "points": points}
+    assert table(serving.header_of(result), [*serving.rows_of(result)]).count("\n") == 5
+
+
+def budgeted(model: CompiledModel, mib: float) -> CompiledModel:
+    """The same model with so much memory beyond what a step of one request takes."""
+    least = model.planner.needed(StepSize(windows=(8,), rows=4))
+    return mosaic.compile(CONFIGS["sdar"], seed=3, host_budget=0, budget=least + int(mib * MIB))
+
+
+@pytest.mark.parametrize("seconds", [0.3, pytest.param(20.0, marks=pytest.mark.soak)])
+def test_more_traffic_than_there_is_room_for_stays_within_the_budget(sdar: CompiledModel, seconds: float) -> None:
+    """Some wait at all times; all that are admitted end as they should, and no row is left."""
+    traffic = {"prompts": (16, 256), "answers": (4, 32), "policies": ["exact", "dc+"]}
+    with budgeted(sdar, 0.5) as model:
+        found = overload.overloaded(model, seconds, seed=5, **traffic)
+    assert found["failures"] == [] and found["rows_left"] == 0 and found["seconds"] >= seconds
+    assert {*found["finishes"]} <= {"length", "cancelled"} and found["most_live"] > 1
+    result = {"what": "memory", "points": [found]}
+    assert table(serving.header_of(result), [*serving.rows_of(result)]).count("\n") == 2
+
+
+@pytest.mark.soak
+def test_variants_of_the_engine_serve_the_same_requests(sdar: CompiledModel) -> None:
+    def compiled(**options: Any) -> CompiledModel:
+        return mosaic.compile(CONFIGS["llada"], seed=3, host_budget=0, budget="64MiB", **options)
+
+    traffic = {"seed": 1, "prompts": (16, 256), "answers": (8, 32), "policies": ["exact"]}
+    points = [*overload.ablated(compiled, 5, **traffic, cache="dual", block_length=8)]
+    assert [point["variant"] for point in points] == [*overload.VARIANTS]
+    assert all(point["most_live"] == 5 and point["live_per_gib"] > 0 for point in points)
+    result = {"what": "ablation", "points": points}
+    assert table(serving.header_of(result), [*serving.rows_of(result)]).count("\n") == 5

@@ -184,7 +184,7 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     sequences, table = empty(64, dtype=torch.int32), {"table": empty(1024, COLUMNS, dtype=index)}  # the most requests
     bounds = {name: empty(65, dtype=torch.int32) for name in ("cu_seqlens", "cu_rows", "cu_extents")}
     packed = {"row": empty(64, dtype=index), "begin": sequences, **bounds}
-    packing = {**packed, "room": empty(1, 5, dtype=index), "seen": sequences, "sequences": 64}
+    packing = {**packed, "room": empty(1, 7, dtype=index), "seen": sequences, "sequences": 64}
     for requests in (1024, 256, 64, 16):
         yield "pack_requests", {"table": table["table"][:requests], **packing}
     held = {"canvas": some, "held_extents": empty(300, 4, dtype=index), "extents": empty(70, 4, dtype=index)}
@@ -196,17 +196,34 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "place_requests", {**table, **held, **packed, **placed, **per_window}
     of_rows = {"row": packed["row"], "cu_rows": bounds["cu_rows"], "decided_rows": some, "keys": some, "cuts": cuts}
     yield "draw_requests", {**table, **of_rows, **limits}
+    own = {"own": 25, "row": packed["row"], **table}
+    some_of = {"seen": sequences, "cu_seqlens": bounds["cu_seqlens"], "positions": placed["positions"], "owner": packed["row"]}
+    some_of |= dict.fromkeys(("captured", "candidates", "seen_exactly", "seen_sparsely"), sequences)
+    for way in ({"carried": True}, {"answer": True}):
+        yield "select_requests", {**own, **some_of, "cu_keys": bounds["cu_rows"], "votes": cuts, **way}
+    for steps in (0, 4):
+        yield "reuse_requests", {**own, **dict.fromkeys(("prefix", "refreshed"), sequences), "kept_row": packed["row"], "steps": steps}
     del packed["cu_extents"]
     yield (
         "advance_requests",
         {**table, **packed, "canvas": some, "committed": cuts, "report": empty(64, WIDTH, dtype=index)},
     )
+    history, each = {"state": empty(64, 4, dtype=wide), "own": 23, "processed": 0}, dict.fromkeys(("first", "progress"), sequences)
+    each |= {"decoded": sequences, "owner": packed["row"], "listed": empty(64, 32, dtype=torch.int32)}
+    of_tokens = {"positions": placed["positions"], "votes": cuts, "status": cuts, "reach": "block"}
+    asked = {**table, **history, "row": packed["row"], "cu_seqlens": bounds["cu_seqlens"]}
+    for importance, first_step, counts in (("block", "evicts", "cumulative"), ("masked", "prefill", "block")):
+        kinds = {"importance": importance, "first_step": first_step, "history": counts}
+        yield "focus_requests", {**asked, **each, **of_tokens, **kinds, "canvas": some}
+    noted = {"cu_rows": bounds["cu_rows"], "seen": sequences, "committed": cuts, "first_step": "prefill"}
+    yield "note_focus", {**asked, **noted}
     bounds = {name: empty(5, dtype=torch.int32) for name in ("bounds", "cu_rows", "cu_seqlens", "cu_decided")}
     numbers = {name: empty(rows, dtype=torch.int32) for name in ("positions", "kept_positions", "place")}
     of_kept = dict.fromkeys(("chosen", "kept", "rows", "decided", "asked"), some) | {
         "count": empty(1, dtype=torch.int32)
     }
     yield "resume_rows", {**bounds, **numbers, **of_kept}
+    yield "resume_rows", {**bounds, **numbers, **of_kept, "partly": True}
     block = {"first": empty(64, dtype=torch.int32), "listed": empty(64, 32, dtype=torch.int32)}
     batch = {name: empty(65, dtype=torch.int32) for name in ("cu_extents", "cu_seqlens")}
     of_batch = {**block, **batch, "kv": kv, "extents": where["extents"], "votes": empty(rows, dtype=torch.uint8)}
@@ -217,7 +234,7 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     per_sequence = {name: empty(64, dtype=torch.int32) for name in ("progress", "decoded", "seen")}
     of_rows = {"status": of_batch["votes"], "positions": numbers["positions"], "rows": some}
     found = {"bounds": batch["cu_seqlens"], "total": empty(1, dtype=index), "cu_seqlens": batch["cu_seqlens"]}
-    of_requests = {"owner": empty(64, dtype=index), "state": empty(64, 2, dtype=wide)}
+    of_requests = {"owner": empty(64, dtype=index), "state": empty(64, 4, dtype=wide)}
     for history, threshold, which, rank in (
         ("cumulative", "deviation", "masked", "bottom"), ("block", "mean", "unprocessed", "importance"),
     ):  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from types import ModuleType
 from typing import Final
 
@@ -12,8 +13,12 @@ from mosaic.decoding.algorithm import Algorithm
 from mosaic.decoding.config import ALGORITHMS, GenerationConfig, resolve
 from mosaic.decoding.rows import OF_TABLE, TableRow
 from mosaic.models.architecture import Architecture
+from mosaic.models.parts import CANVAS
+from mosaic.models.phase import shared_phase
+from mosaic.models.policies.policy import BlockStep
+from mosaic.models.policies.registry import policies_of
 from mosaic.models.step import StepSize
-from mosaic.registrar.request_table import STOPS
+from mosaic.registrar.request_table import MARKED_STEPS, STOPS
 from mosaic.runtime.sharing import SharedSizes
 
 __all__ = ["algorithm_of", "canvas_length", "expected_step", "largest_steps", "shapes", "shared_sizes", "table_row"]
@@ -42,16 +47,39 @@ def algorithm_of(config: GenerationConfig) -> Algorithm:
 def table_row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> TableRow | None:
     """Return what a table on the device has to know of a request, options resolved; None if a generator decodes it.
 
-    It does if the algorithm does not say, a policy or `ahead` is asked for, keys are seen by ranges, or there are more
-    tokens that stop an answer than a table has room for.
+    It does if the algorithm does not say, a policy that is not `Policy.tabled` or `ahead` is asked for, keys are seen by ranges,
+    or there are more tokens that stop an answer than a table has room for.
     """
     describe = algorithm_of(config).row
-    plain = config.attention is None and config.eviction is None and config.block_cache is None
-    waits = config.ahead is not None and config.remasking != "sequential"
+    waits = config.ahead is not None and config.remasking != "sequential" and config.eviction is None
     ranged = bool(architecture.windows) or architecture.rotary.kind == "dynamic"
-    if describe is None or not plain or waits or ranged or len(architecture.eos_token_ids) > STOPS:
+    if describe is None or waits or ranged or len(architecture.eos_token_ids) > STOPS:
         return None
-    return describe(config, architecture, prompt_len)
+    found = describe(config, architecture, prompt_len)
+    return None if found is None else _with_policies(found, config, architecture)
+
+
+def _with_policies(row: TableRow, config: GenerationConfig, architecture: Architecture) -> TableRow | None:
+    """The same with the kind of step that its policies make, and the steps that they mark, if each of them is `Policy.tabled`."""
+    policies, end, steps = (
+        policies_of(config, architecture, row.length),
+        row.start + row.block,
+        config.steps or row.block,
+    )
+    tabled = not row.shifted  # there a step that writes a block attends exactly
+    bits = [policy.marks(row.block, steps) if policy.tabled and tabled else None for policy in policies]
+    marks = 0
+    for mine in bits:
+        if mine is None:
+            return None
+        marks |= mine
+    numbers = [number for number in range(min(row.block, MARKED_STEPS + 1)) if marks and not marks >> number & 1]
+    phases = []
+    for number in numbers or [0]:
+        step = BlockStep(start=row.start, end=end, number=number, steps=steps, window=(row.start, end))
+        phases.append(reduce(lambda phase, policy: policy.phase(phase, step), policies, row.phase))
+    phase = shared_phase(phases)
+    return row._replace(cache=phase.cache, cut=phase.cut, marks=marks)
 
 
 def canvas_length(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> int:
@@ -81,8 +109,10 @@ def shapes(
         largest_steps(found, architecture, length, number) for length, number in zip(prompt_lens, asked, strict=True)
     ]
     for sizes, length in zip(each, prompt_lens, strict=True):
-        if table_row(found, architecture, length) is not None:
-            sizes[:] = [replace(size, states={**size.states, **OF_TABLE}) for size in sizes]
+        row = table_row(found, architecture, length)
+        if row is not None:
+            taken = {CANVAS: row.length, **OF_TABLE}
+            sizes[:] = [replace(size, states={**size.states, **taken}) for size in sizes]
     return shared_sizes(each)
 
 

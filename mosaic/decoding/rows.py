@@ -100,7 +100,8 @@ class TableRow(NamedTuple):
 
 def demand_of(row: TableRow, holes: int) -> dict[State, int]:
     """Return the rows of each state that a request takes; its keys lie in an extent more than there are holes, at most."""
-    return {KV: row.length, CANVAS: row.length, HELD_EXTENTS: holes + 1}
+    own = dict.fromkeys(own_states(row.phase), 1)
+    return {KV: row.length, CANVAS: row.length, HELD_EXTENTS: holes + 1, **own}
 
 
 def columns_of(row: TableRow, canvas: Canvas, group: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -7,14 +7,16 @@ blocks are not delayed beyond a bound.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from mosaic.decoding.rows import ALL
+from mosaic.decoding.rows import ALL, demand_of
 from mosaic.decoding.tabled import ServedSteps
 from mosaic.kernels.shared.requests import bits, closes, quotas, wanted
 from mosaic.models.parts import KEPT, REQUESTS, CachePolicy, Cut
@@ -23,7 +25,7 @@ from mosaic.models.policies.policy import with_parts
 from mosaic.models.step import StepSize, bucket
 from mosaic.registrar.request_table import CANVAS_LONG, ENDED, OPEN_ONES, WHOLE, Column, Reported
 from mosaic.runtime.interrupts import interrupts_held
-from mosaic.runtime.request_table import decided
+from mosaic.runtime.request_table import Room
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from mosaic.decoding.rows import TableRow
     from mosaic.decoding.tabled import TabledRequest
     from mosaic.models.state import State
-    from mosaic.runtime.request_table import RequestTable, Served
+    from mosaic.runtime.request_table import Launched, RequestTable, Served
     from mosaic.runtime.steps import StepRunner
 
 __all__ = ["DELAY_MS", "MOST_TOKENS", "Scheduler"]
@@ -40,6 +42,8 @@ MOST_TOKENS: Final = 8192
 DELAY_MS: Final = 50.0
 SHARES: Final = 8
 """Rungs between a number of blocks and twice as many."""
+FORESEEN_EXTENTS: Final = 4
+"""Extents of keys that warm steps have room for, for each request: random requests that come and go have two on average."""
 _NEVER: Final = bits(ALL)
 AHEAD: Final = 2
 """Steps that are launched before the first of them is read, on a device."""
@@ -52,15 +56,6 @@ class _Kind(NamedTuple):
     phase: Phase
     tokens: int
     block: int
-
-
-class _InFlight(NamedTuple):
-    """A step that is on its way: of which group, whether it is marked, and its room."""
-
-    group: int
-    marked: bool
-    tokens: int
-    rows: int
 
 
 class Scheduler:
@@ -90,10 +85,10 @@ class Scheduler:
         self._live, self._told = np.zeros((2, len(table.columns)), dtype=np.bool_)
         self._waiting: deque[TabledRequest] = deque()
         self._kinds = Counter[_Kind]()
+        self._warm: dict[_Kind, None] = {}
         self._groups: dict[tuple[CachePolicy, Cut | None], int] = {(KEPT, None): 0}
         self._turns: list[int] = [0]  # by group, the launch in which it had its last one
         self._launches = self._deciding = self._decided = 0
-        self._in_flight: deque[_InFlight] = deque()
         self._served: ServedSteps | None = None
         self.in_vain = 0
 
@@ -108,22 +103,78 @@ class Scheduler:
         return self.count > 0
 
     def admits(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> bool:
-        """Return whether the smallest steps that serve any live request and these fit once `more` rows of states are taken."""
-        return all(self._table.admits(*least, more) for least in self._least(rows))
+        """Return whether steps fit that serve all live requests and these at once, once `more` rows of states are taken."""
+        return all(self._table.admits(room, more) for room in self._shared(rows))
 
     def sizes(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> list[StepSize]:
         """Return the sizes of these steps, one a group."""
-        return [self._table.size(*least, self._table.beside(more)) for least in self._least(rows)]
+        states = self._table.beside(more)
+        return [self._table.size(room, states) for room in self._shared(rows)]
 
-    def _least(self, rows: Iterable[TableRow]) -> list[tuple[Phase, int, int, int]]:
-        """Of each group's smallest step that cannot be cut: its kind, blocks, tokens of a block and rows to decide."""
-        kinds = [*self._kinds, *(kind for row in rows for kind in self._kinds_of(row))]
+    def _shared(self, rows: Iterable[TableRow]) -> list[Room]:
+        """The room of each group's step that serves all blocks.
+
+        Steps take `most_tokens` at most, unless one request needs more, and of whole canvases one at a time.
+        """
+        counts = Counter(self._kinds)
+        for row in rows:
+            counts.update(self._kinds_of(row))
         found = []
-        for group in {kind.group: None for kind in kinds}:
-            mine = [kind for kind in kinds if kind.group == group]
-            least, block, most = _needed(mine)
-            found.append((_phase(mine, marked=True), _rung(least, block), block, most))
+        for group in dict.fromkeys(kind.group for kind in counts):
+            mine = {kind: count for kind, count in counts.items() if kind.group == group}
+            needed, block, _ = _needed(kinds := self._beside(group, mine))
+            usual = sum(min(kind.tokens, 2 * kind.block) * count for kind, count in mine.items())
+            blocks = _rung(max(needed, min(usual, self._most_tokens)), block)
+            decides = sum(kind.block * count for kind, count in mine.items())
+            found.append(Room.of(_phase(kinds, marked=True), sum(mine.values()), blocks, block, decides))
         return found
+
+    def _beside(self, group: int, kinds: Iterable[_Kind]) -> list[_Kind]:
+        """These kinds of a group's requests, and those that its steps are warm for."""
+        return [*kinds, *(kind for kind in self._warm if kind.group == group)]
+
+    # --- before the first request -------------------------------------------------------------------------------------
+
+    def foresee(self, rows: Sequence[TableRow], requests: int) -> int:
+        """Plan steps from now on for `requests` requests like any of these, or as many as fit; return how many do."""
+        for row in rows:
+            self._warm |= {kind._replace(tokens=kind.block): None for kind in self._kinds_of(row)}
+        demand: dict[State, int] = {}
+        for row in rows:
+            for state, count in demand_of(row, FORESEEN_EXTENTS - 1).items():
+                demand[state] = max(count, demand.get(state, 0))
+
+        def more(count: int) -> dict[State, int]:
+            table = max(self._table.rows_to_open, 1 << (count - 1).bit_length())
+            return {REQUESTS: table, **{state: rows * count for state, rows in demand.items()}}
+
+        def fits(count: int) -> bool:
+            return all(self.admits([row] * count, more(count)) for row in rows)
+
+        most = bisect_left(range(1, requests + 1), True, key=lambda count: not fits(count))
+        for row in rows if most else ():
+            for room in self._shared([row] * most):
+                self._table.cover(room, room, more(most))
+        while len(self._table.columns) < most and self._grow():
+            pass
+        return most
+
+    def ladder(self, rows: Sequence[TableRow], requests: int) -> Iterator[tuple[Room, int, bool]]:
+        """Give the steps that so many requests like these may need, the largest first: room, group, and whether it is marked."""
+        longest = max(row.length for row in rows)
+        for group in dict.fromkeys(kind.group for kind in self._warm):
+            kinds = self._beside(group, [kind for kind in self._kinds if kind.group == group])
+            needed, block, own_rows = _needed(kinds)
+            marks = any(row.marks for row in rows if self.group_of(row) == group)
+            most = max(needed, longest, min(requests * longest, self._most_tokens))
+            for marked in (False, True)[: 1 + marks]:
+                phase, blocks = _phase(kinds, marked=marked), _rung(most, block)
+                while blocks:
+                    for room in Room.ladder(phase, requests, blocks, block, own_rows):
+                        yield room, group, marked
+                    blocks = _below(blocks)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     def group_of(self, row: TableRow) -> int:
         """Return the number of the requests that share steps with this one."""
@@ -167,11 +218,12 @@ class Scheduler:
         table = self._table
         while self._served is None:
             most = AHEAD if self._runner.asynchronous and table.is_sure else 1
-            while table.in_flight < most and self.live and not (table.in_flight and self._waiting):
-                self._launch()
+            while (
+                len(table.launched) < most and self.live and not (table.launched and self._waiting) and self._launch()
+            ):
+                pass
             table.wait()
             with interrupts_held():
-                self._in_flight.popleft()
                 self._served = self._of_live(table.read())
         return self._served
 
@@ -191,7 +243,8 @@ class Scheduler:
         told = self._told[numbers[places]]
         return ServedSteps(served, places, self._requests[numbers[places]].tolist(), told)
 
-    def _launch(self) -> None:
+    def _launch(self) -> bool:
+        """Launch a step, unless all are expected to have ended by then."""
         with interrupts_held():
             while self._waiting and (not self._table.is_full or self._grow()):
                 request = self._waiting.popleft()
@@ -199,39 +252,42 @@ class Scheduler:
                 self._placed(request)
         columns = self._expected()
         asked = wanted(columns)
-        groups = asked.group[asked.running]
+        groups = asked.group[asked.running].tolist()
+        if not groups:
+            return False
         while len(self._turns) < len(self._groups):
             self._turns.append(0)
-        group = min(groups.tolist() or [0], key=self._turns.__getitem__)
+        group = min(groups, key=self._turns.__getitem__)
         asks = asked.running & (asked.group == group)
         length = asked.end - asked.begin
         decides, fills = asks & ~asked.fills, asks & asked.fills
         deciding, prompts = int(length[decides].sum()), int(length[fills].sum())
-        kinds = [kind for kind in self._kinds if kind.group == group]
-        needed, block, own_rows = _needed(kinds)
+        kinds = self._beside(group, [kind for kind in self._kinds if kind.group == group])
+        needed, _, own_rows = _needed(kinds)
         rows = min(max(int(asked.rows[decides].sum()), own_rows), deciding or own_rows)
         least = max(needed, min(deciding, self._most_tokens))
         most = max(least, min(deciding + prompts, self._most_tokens))
         marked = bool(asked.marked[decides].any())
-        phase = _phase(kinds, marked=marked)
-        blocks, rows = self._room(phase, least, most, rows, kinds, several=deciding > 0 and prompts > 0)
-        self._table.launch(phase, group, blocks, block, rows, marked=marked)
+        asking = partial(Room.of, _phase(kinds, marked=marked), int(asks.sum()))
+        room = self._room(asking, least, most, rows, kinds, several=deciding > 0 and prompts > 0)
+        self._table.launch(room, group, marked=marked)
         self._launches += 1
         self._turns[group] = self._launches
-        self._in_flight.append(_InFlight(group, marked, blocks * block, rows))
+        return True
 
     def _expected(self) -> NDArray[np.int64]:
         """The table as it will be when what is in flight has ended: requests decide what they have to, or what is usual."""
         columns = self._table.columns
-        for step in self._in_flight:
+        for step in self._table.launched:
             columns = columns.copy()
             _go_on(columns, step, self._decided // max(self._deciding, 1))
         return columns
 
     def _grow(self) -> bool:
-        """Make the table larger for those who wait, if the smallest step fits beside it then."""
+        """Make the table larger for those who wait, if all that was admitted to any session fits beside it then."""
         table = self._table
-        if not self.admits((), {REQUESTS: 3 * len(table.columns)}) or not table.grow():
+        sizes = self._runner.sharing().beside([self.sizes((), {})])
+        if not self._runner.admits(sizes, more={REQUESTS: 3 * len(table.columns)}) or not table.grow():
             return False
         more = len(table.columns) - len(self._live)
         self._requests = np.concatenate([self._requests, np.full(more, None, dtype=object)])
@@ -241,24 +297,26 @@ class Scheduler:
         return True
 
     def _room(
-        self, phase: Phase, least: int, most: int, rows: int, kinds: Collection[_Kind], *, several: bool
-    ) -> tuple[int, int]:
-        """Blocks and rows to decide of the next step: as many as are asked for, fit, and delay nobody too long."""
+        self, asking: Callable[[int, int, int], Room], least: int, most: int, rows: int, kinds: Collection[_Kind], *,
+        several: bool,
+    ) -> Room:  # fmt: skip
+        """The room of the next step: for as many tokens and rows to decide as are asked for, fit, and delay nobody too long."""
         table, (needed, block, own_rows) = self._table, _needed(kinds)
         fewest, blocks, own = _rung(needed, block), _rung(most, block), _rung(least, block)
-        table.cover(phase, fewest, own, block, own_rows)
-        while blocks > fewest and not table.fits(phase, blocks, block, rows):
+        alone = Room.of(asking(fewest, block, own_rows).phase, 1, fewest, block, own_rows)
+        table.cover(alone, asking(own, block, rows))
+        while blocks > fewest and not table.fits(asking(blocks, block, rows)):
             blocks = max(_below(blocks), fewest)
-        if blocks <= fewest and not table.fits(phase, blocks, block, rows):
-            rows = min(rows, own_rows)  # of one request, as it was admitted
+        if blocks <= fewest and not table.fits(asking(blocks, block, rows)):
+            return alone
         if several:
-            limit = max(self._delay_ms, table.predicted_ms(phase, min(own, blocks), block, rows))
-            while blocks > own and table.predicted_ms(phase, blocks, block, rows) > limit:
+            limit = max(self._delay_ms, table.predicted_ms(asking(min(own, blocks), block, rows)))
+            while blocks > own and table.predicted_ms(asking(blocks, block, rows)) > limit:
                 blocks = max(_below(blocks), own)
-        return blocks, decided(rows, blocks * block)
+        return asking(blocks, block, rows)
 
 
-def _go_on(columns: NDArray[np.int64], step: _InFlight, usual: int) -> None:
+def _go_on(columns: NDArray[np.int64], step: Launched, usual: int) -> None:
     """Move a table on by a step, as far as the host can say: requests decide as many tokens as they have to, or as is usual."""
     asked, column = wanted(columns), columns.T
     asks = asked.running & (asked.group == step.group) & (~asked.marked | step.marked)
@@ -266,11 +324,11 @@ def _go_on(columns: NDArray[np.int64], step: _InFlight, usual: int) -> None:
     length = asked.end - asked.begin
     decides = order[(asks & ~asked.fills)[order]]
     tokens = np.cumsum(length[decides])
-    fit = (tokens <= step.tokens) & (np.cumsum(asked.rows[decides]) <= step.rows)
+    fit = (tokens <= step.room.tokens) & (np.cumsum(asked.rows[decides]) <= step.room.rows)
     served, used = decides[fit], int(tokens[fit][-1]) if fit.any() else 0
     fills = order[(asks & asked.fills)[order]]
     before = np.cumsum(length[fills]) - length[fills]
-    given = np.clip(step.tokens - used - before, 0, length[fills])
+    given = np.clip(step.room.tokens - used - before, 0, length[fills])
     column[Column.WRITTEN, fills] += given // column[Column.SPAN, fills] * column[Column.SPAN, fills]
     least = quotas(columns[served])
     exactly = (column[Column.THRESHOLD, served] == _NEVER) | (column[Column.DECIDES, served] != OPEN_ONES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -132,6 +132,81 @@ class Session(ClosesOnExit):
     def launched_in_vain(self) -> int:
         """Steps that were launched ahead and whose outcomes no request took."""
         return self._crews.in_vain + (0 if self._scheduler is None else self._scheduler.in_vain)
+
+    def warm(
+        self,
+        config: GenerationConfig | Sequence[GenerationConfig] | None = None,
+        *,
+        requests: int = 64,
+        tokens: int = 4096,
+        progress: Callable[[str], object] = _log.info,
+        **options: Any,
+    ) -> int:
+        """Plan, compile and capture the steps that requests of a table may need, before they come; they take a minute or two.
+
+        Afterwards none of so many requests waits for a plan, a kernel, a capture or memory, whenever they come and go. All requests
+        take steps that serve every warm config.
+
+        Parameters
+        ----------
+        config
+            Of the requests, or several where they differ in more than length, quotas and thresholds; with `options`, fields of
+            each by name.
+        requests
+            How many are live at most.
+        tokens
+            Positions of a request at most, prompt and answer.
+        progress
+            Called with a line for each step; by default the library's log.
+
+        Returns
+        -------
+        int
+            How many requests of `tokens` positions fit: `requests`, or fewer. Steps are warm for these.
+
+        Raises
+        ------
+        UsageError
+            If an option cannot be, or such requests are generators, which have no ladder of steps.
+        DoesNotFit
+            If one request does not fit.
+        """
+        for name, value in (("requests", requests), ("tokens", tokens)):
+            if not is_integer(value) or value < 1:
+                raise UsageError(f"{name}: expected a number, at least 1, got {value!r}.")
+        configs = [config] if config is None or isinstance(config, GenerationConfig) else config
+        with interrupts_held(), self._runner.exclusive(), interrupts_let_through():
+            if self._closed:
+                raise UsageError("the session is closed: open another one.")
+            rows = [self._warm_row(with_options(one, options), tokens) for one in configs]
+            scheduler, table = self._scheduler, self._table
+            assert scheduler is not None and table is not None  # a request has a row
+            count = scheduler.foresee(rows, requests)
+            if not count:
+                more = demand_of(rows[0], table.holes)
+                self._runner.check(scheduler.sizes(rows, more), more=more)  # says what is missing
+            ladder = [step for step in scheduler.ladder(rows, count) if table.fits(step[0])]
+        for number, (room, group, marked) in enumerate(ladder, start=1):
+            progress(f"step {number} of {len(ladder)}: {room.tokens:,} tokens, {room.rows:,} rows to decide")
+            with interrupts_held(), self._runner.exclusive(), interrupts_let_through():
+                table.rehearse(room, group, marked=marked)
+        with interrupts_held(), self._runner.exclusive():
+            table.rest()
+        return count
+
+    def _warm_row(self, config: GenerationConfig, tokens: int) -> TableRow:
+        """What a table has to know of the longest request of some options."""
+        arch, found = self._runner.architecture, resolve(config, self._runner.architecture)
+        block = max(found.block_length or 1, arch.block)
+        prompt = tokens // block * block - found.gen_length
+        if prompt < 1:
+            raise UsageError(
+                f"tokens: a request with gen_length {found.gen_length:,} takes more than {tokens:,} positions."
+            )
+        row = None if self._table is None else table_row(found, arch, prompt)
+        if row is None:
+            raise UsageError("warm: requests of these options are generators, whose steps are planned as they come.")
+        return row
 
     def admits(self, *submissions: Submission) -> bool:
         """Return whether every future step fits the budget, with all that is live and these requests added; as for `submit`."""

@@ -33,6 +33,9 @@ def bind(
         for i, (request, first, (start, end), (from_row, to_row)) in enumerate(windows):
             if request < 0:
                 return
+            if start == end:
+                columns[request, Column.SERVED] -= len(said) - i
+                continue
             column, line = columns[request], said[i]
             line[Reported.ROW], line[Reported.BEGIN], line[Reported.TOKENS] = request, first, end - start
             closing = bool(closes(columns[request : request + 1])[0])
@@ -90,6 +93,9 @@ def reference(
         if request < 0:
             break
         own, length = after[request].tolist(), int(cu_seqlens[i + 1] - cu_seqlens[i])
+        if not length:
+            after[request, Column.SERVED] -= len(row) - i
+            continue
         tokens = canvas[own[Column.CANVAS] : own[Column.CANVAS] + own[Column.LENGTH]].tolist()
         closes = own[Column.SHIFTED] == 1 and own[Column.BEFORE] > 0
         line = [request, int(begin[i]), length, own[Column.START] - own[Column.BEFORE] * closes]

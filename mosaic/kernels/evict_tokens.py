@@ -15,6 +15,8 @@ from torch import Tensor
 
 NEARLY: Final = 1 - 2.0**-20
 """Factor on a product before it is rounded up, so that the product's own rounding adds nothing."""
+NOTHING: Final = -1
+"""Instead of a number of decoded tokens: there is no step that counts."""
 UNPROCESSED: Final = 2
 """The status of a masked row that has not been processed in its block."""
 
@@ -33,7 +35,7 @@ def launch(
     for sequence, ((begin, done, row, count), (low, high)) in enumerate(
         zip(of_block, pairwise(cu_seqlens.tolist()), strict=True)
     ):
-        budget = _budget(state.numpy()[row], count, alpha, history, weight)
+        budget = _budget(state.numpy()[row], count, alpha, history, weight, high - low)
         names = [place for place in listed[sequence].tolist() if place >= 0]
         deltas = {at: float(difference[sequence, places[at] - begin]) for at in range(low, high) if statuses[at]}
         spread = _spread(deltas, [float(difference[sequence, name]) for name in names], threshold)
@@ -52,12 +54,12 @@ def launch(
     total.fill_(len(kept))
 
 
-def _budget(own: NDArray[np.float32], decoded: int, alpha: float, kind: str, weight: float) -> int:
-    """Count the step before in a row of the state; return how many rows the history asks for."""
-    summed, counted = (float(number) for number in own)
-    if decoded < 0:
+def _budget(own: NDArray[np.float32], decoded: int, alpha: float, kind: str, weight: float, most: int) -> int:
+    """Count the step before in a row of the state; return how many of `most` rows the history asks for."""
+    summed, counted = float(own[0]), float(own[1])
+    if decoded == NOTHING:
         summed, counted = 0.0, 0.0
-    elif kind != "block" or decoded:
+    elif decoded >= 0 and (kind != "block" or decoded):
         if kind == "ema" and counted:
             summed = (1 - weight) * summed + weight * decoded
         else:
@@ -65,7 +67,7 @@ def _budget(own: NDArray[np.float32], decoded: int, alpha: float, kind: str, wei
         counted += 1
     own[0], own[1] = summed, counted
     average = summed / counted if counted and kind != "ema" else summed
-    return math.ceil(alpha * max(average, 1.0) * NEARLY)
+    return math.ceil(min(alpha * max(1.0, average) * NEARLY, most))  # of nobody's row the average may be any
 
 
 def _spread(deltas: Mapping[int, float], listed: Sequence[float], threshold: str) -> tuple[float, float]:
@@ -112,9 +114,9 @@ def reference(
     kept, sizes, ends, after_state = [], [0], [], state.clone()
     for b, (low, high) in enumerate(pairwise(cu_seqlens.tolist())):
         own, count = after_state[owner[b]], int(decoded[b])
-        if count < 0:
-            own.zero_()
-        elif count or history != "block":
+        if count == NOTHING:
+            own[:2] = 0
+        elif count > 0 or (count == 0 and history != "block"):
             moving = history == "ema" and bool(own[1])
             own[0] = (1 - weight) * own[0] + weight * count if moving else own[0] + count
             own[1] += 1

@@ -12,19 +12,19 @@ from torch import Tensor
 def launch(
     *, chosen: Tensor, bounds: Tensor, positions: Tensor, rows: Tensor, cu_rows: Tensor, kept: Tensor,
     kept_positions: Tensor, cu_seqlens: Tensor, decided: Tensor, asked: Tensor, cu_decided: Tensor, place: Tensor,
-    count: Tensor, size: int = 0, most: int = 0, scratch: Tensor | None = None,
+    count: Tensor, size: int = 0, most: int = 0, partly: bool = False, scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write all outputs; bounds and rows are read on the host."""
     kept.copy_(chosen[: kept.numel()])
     torch.index_select(positions, 0, kept, out=kept_positions)
-    for whole in (cu_seqlens, decided, asked, cu_decided, count):
+    for whole in (decided, asked, cu_decided):
         whole.zero_()
     place.fill_(-1)
     total = int(bounds[-1])
     count.fill_(total)
     if total > kept.numel():
-        return
-    cu_seqlens.copy_(bounds)
+        total = max(end for end in bounds.tolist() if end <= kept.numel()) if partly else 0
+    torch.clamp(bounds, max=total, out=cu_seqlens)
     places, wanted, found = {token: i for i, token in enumerate(kept[:total].tolist())}, rows.tolist(), 0
     of_kept, of_asked, of_rows, ends = (out.numpy() for out in (decided, asked, place, cu_decided))
     for sequence, (start, end) in enumerate(pairwise(cu_rows.tolist())):
@@ -36,16 +36,24 @@ def launch(
 
 
 def reference(
-    *, chosen: Tensor, bounds: Tensor, positions: Tensor, rows: Tensor, cu_rows: Tensor, size: int, most: int
+    *,
+    chosen: Tensor,
+    bounds: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    cu_rows: Tensor,
+    size: int,
+    most: int,
+    partly: bool = False,
 ) -> dict[str, Tensor]:
     """Return all outputs in plain PyTorch, a row at a time."""
     count, kept = bounds[-1:].clone(), chosen[:size]
-    fits = int(count) <= len(kept)
+    held = int(bounds[bounds <= size].max()) if partly or int(count) <= size else 0
     place = torch.full(rows.shape, -1, dtype=torch.int32)
     decided, asked = (torch.zeros(most, dtype=torch.int64) for _ in range(2))
     found = 0
-    for row in range(int(cu_rows[-1]) if fits else 0):
-        where = (kept[: int(count)] == rows[row]).nonzero().view(-1)
+    for row in range(int(cu_rows[-1])):
+        where = (kept[:held] == rows[row]).nonzero().view(-1)
         if len(where):
             decided[found], asked[found], place[row] = where[0], row, found
             found += 1
@@ -53,7 +61,7 @@ def reference(
     return {
         "kept": kept,
         "kept_positions": positions[kept],
-        "cu_seqlens": bounds if fits else torch.zeros_like(bounds),
+        "cu_seqlens": bounds.clamp(max=held),
         "decided": decided,
         "asked": asked,
         "cu_decided": torch.tensor(below, dtype=torch.int32),

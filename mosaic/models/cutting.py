@@ -7,8 +7,8 @@ Legend: T tokens, K rows kept, M rows to decide, D hidden, N H queries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cached_property
+from collections.abc import Mapping
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from mosaic.errors import GraphError
@@ -92,18 +92,22 @@ class Suffix:
     @cached_property
     def _resumed(self) -> _Resumed:
         step, g = self.step, self.step.g
-        given, ends, kept, rows = step.inputs.given, (step.seqs + 1,), (step.tokens,), self.decided
+        ends, kept, rows = (step.seqs + 1,), (step.tokens,), self.decided
         found = _Resumed(
             g.buffer("cut_kept", kept, "int64"), g.buffer("cut_positions", kept, "int32"),
             g.buffer("cut_cu_seqlens", ends, "int32"), g.buffer("cut_decided", (rows,), "int64"),
             g.buffer("cut_asked", (rows,), "int64"), g.buffer("cut_cu_decided", ends, "int32"),
         )  # fmt: skip
         g.add_op(
-            "resume_rows", _rows(step), _bounds(step), given("positions"), given("rows"), given(ROW_BOUNDS.name),
+            "resume_rows", _rows(step), _bounds(step), *map(self._first, ("positions", "rows", ROW_BOUNDS.name)),
             out=(*found, g.output(PLACE, (g.dim("masked"),), "int32"), g.output(COUNT, (1,), "int32")), size=step.tokens,
-            most=rows,
+            most=rows, partly=step.phase.tokens.alone,
         )  # fmt: skip
         return found
+
+    def _first(self, name: str) -> Buffer:
+        """An input of the first graph."""
+        return self._computed[name]() if name in self._computed else self.step.inputs.given(name)
 
     def supplied(self, computed: Mapping[str, Supply]) -> Mapping[str, Supply]:
         """Return functions that register the inputs per token and row, for the kept rows.
@@ -116,20 +120,19 @@ class Suffix:
             "rows": lambda: self._resumed.decided,
             ROW_BOUNDS.name: lambda: self._resumed.cu_decided,
         }
-        gathered = {
-            name: self._gathered(name, entry.per)
-            for name, entry in self.step.inputs.declared.items()
-            if entry.per in ("token", "row")
-        }
-        return {**gathered, **computed, **own}
+        self._computed = computed
+        given = [name for name, entry in self.step.inputs.declared.items() if entry.per in ("token", "row")]
+        return {name: partial(self._of_kept, name) for name in (*given, *computed)} | own
 
-    def _gathered(self, name: str, per: str) -> Callable[[], Buffer]:
-        def register() -> Buffer:
-            rows = self._resumed.rows if per == "token" else self._resumed.asked
-            found: Buffer = self.step.g.add_op("gather_rows", self.step.inputs.given(name), rows, name=f"kept_{name}")
-            return found
-
-        return register
+    def _of_kept(self, name: str) -> Buffer:
+        """An input of the first graph, of the kept rows if it is of its tokens or rows."""
+        g, whole = self.step.g, self._first(name)
+        if whole.shape[0] not in (g.dim("tokens"), g.dim("masked")):
+            return whole
+        rows = self._resumed.rows if whole.shape[0] == g.dim("tokens") else self._resumed.asked
+        out = g.output(name, rows.shape, whole.dtype) if name in self.step.phase.results else None
+        found: Buffer = g.add_op("gather_rows", whole, rows, out=out, name=f"kept_{name}")
+        return found
 
     def begin(self) -> None:
         """Gather the hidden states."""

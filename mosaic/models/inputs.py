@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from mosaic.errors import GraphError, UsageError
@@ -148,6 +149,16 @@ class Frequencies:
 
     rotary: Rotary
     length: int
+
+
+def together(names: Iterable[str], register: Callable[[], Sequence[Buffer]]) -> dict[str, Supply]:
+    """Return supplies of inputs, by name, that one op makes; it is registered when the first of them is asked for."""
+    made = cache(register)
+
+    def supply(place: int) -> Buffer:
+        return made()[place]
+
+    return {name: partial(supply, place) for place, name in enumerate(names)}
 
 
 class StepInputs:

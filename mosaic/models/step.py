@@ -173,7 +173,13 @@ class StepSize:
     @property
     def guesses(self) -> bool:
         """Whether the second graph is launched before its size is known."""
-        return self.phase.cut is not None and self.phase.cut.guesses
+        return self.phase.cut is not None and (self.phase.cut.guesses or self.phase.tokens.alone)
+
+    @property
+    def least_kept(self) -> int:
+        """Rows that a guess leaves room for: over requests of a table those of a whole window, so that there is always one that need
+        not wait. It has a block, and in its first step the one before, too."""
+        return min(2 * max(self.windows), self.tokens) if self.phase.tokens.alone else 1
 
     @property
     def kind(self) -> Phase:
@@ -299,10 +305,13 @@ def most_rows(sizes: Iterable[StepSize]) -> dict[State, int]:
     return found
 
 
-def rounded_states(states: Mapping[State, int]) -> frozenset[tuple[State, int]]:
-    """Return the rows of each state, rounded up as for planning."""
+def rounded_states(states: Mapping[State, int], share: int = 8) -> frozenset[tuple[State, int]]:
+    """Return the rows of each state, rounded up as for planning, by an eighth at most or another `share`."""
     return frozenset(
-        [(state, bucket(count, least=state.least_rows, doubled=FEWEST_ROWS)) for state, count in states.items()]
+        [
+            (state, bucket(count, least=state.least_rows, doubled=FEWEST_ROWS, share=share))
+            for state, count in states.items()
+        ]
     )
 
 

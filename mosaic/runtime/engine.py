@@ -243,6 +243,14 @@ class Engine:
         self._graphs.begin()
         return self._run(step, config) if step.size.bucketed is None else self._run_two(step, config)
 
+    def rehearse(self, step: PackedStep) -> None:
+        """Run a step that serves nobody, the second graph of a cut one at every size, until all graphs are bound and captured."""
+        for _ in range(2 if self._on_cuda else 1):  # the second run captures
+            self.run(step)
+            for kept in step.buckets:
+                self._run(step.graph(), None)
+                self._run(step.graph(kept), None)
+
     def prepare(self, step: PackedStep) -> None:
         """Write a step's inputs to the pinned image that the device copies from, if the step is bound."""
         bound = self._bound.get((step.key, None))
@@ -341,7 +349,8 @@ class Engine:
         found = self._run(step.graph(), config)
         if isinstance(size, StepSize) and size.guesses:
             expected = self._counts.expected(size.phase, size.tokens)
-            kept = next((kept for kept in buckets if expected is not None and kept >= expected), buckets[-1])
+            least = buckets[-1] if expected is None else max(expected, size.least_kept)
+            kept = next((kept for kept in buckets if kept >= least), buckets[-1])
             again = partial(self._again, size, step, config, kept)
             return self._run(step.graph(kept), config)._replace(again=again)
         if isinstance(size, StepSize) and buckets[0] >= size.tokens:  # the only bucket holds all rows
@@ -374,11 +383,12 @@ class Engine:
         return True
 
     def _again(self, size: StepSize, step: PackedStep, config: Settings | None, kept: int, count: int) -> Ran | None:
-        """Run the second graph again if more rows are kept than it ran for: one that was too small changes nothing."""
+        """Run the second graph again if more rows are kept than it ran for: one that was too small changes nothing. Requests of a
+        table wait for a later step instead."""
         how = step.size.bucketed
         assert how is not None
         self._counts.note(size.phase, count, size.tokens)
-        if count <= kept:
+        if count <= kept or size.phase.tokens.alone:
             return None
         enough = how.bucket(count, step.buckets)
         _log.debug("%s rows are kept: the second graph ran for %s and runs again for %s", count, kept, enough)

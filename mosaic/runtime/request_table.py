@@ -11,13 +11,15 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from time import perf_counter
-from typing import TYPE_CHECKING, Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from mosaic.models.parts import CANVAS, HELD_EXTENTS, KV, REQUESTS
+from mosaic.models.parts.cut import COUNT
 from mosaic.models.step import MOST_DOUBLED, StepSize, rounded_states
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import COLUMNS, RUNNING, Column, Reported
@@ -31,12 +33,12 @@ if TYPE_CHECKING:
     from mosaic.models.phase import Phase
     from mosaic.models.state import State
     from mosaic.planner.plan import Plan
-    from mosaic.runtime.engine import Engine
+    from mosaic.runtime.engine import Engine, Ran
     from mosaic.runtime.executor import Executor
     from mosaic.runtime.host_copy import Arriving
     from mosaic.runtime.state_rows import OwnedRows
 
-__all__ = ["ROWS", "RequestTable", "Served"]
+__all__ = ["ROWS", "Launched", "RequestTable", "Room", "Served"]
 
 ROWS: Final = 16
 """Rows that a table begins with; it doubles when all are taken."""
@@ -47,7 +49,9 @@ KEPT_STEPS: Final = 512
 DECIDED: Final = (1, 2, 4, 6, 8)
 """Eighths of a step's tokens that it has rows to decide for: unembedding takes a tenth of a step, and each number of rows is a plan
 more for every number of tokens."""
-_OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score")
+NO_ROWS: Final[Mapping[State, int]] = MappingProxyType({})
+_OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score", COUNT)
+"""Of a step; the last is of one that is cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,73 @@ class Served:
     score: NDArray[np.float32]
     plan: Plan
     seconds: float
+
+
+class Room(NamedTuple):
+    """What a step has room for: windows, blocks of so many tokens, and rows to decide."""
+
+    phase: Phase
+    windows: int
+    blocks: int
+    block: int
+    rows: int
+
+    @classmethod
+    def of(cls, phase: Phase, requests: int, blocks: int, block: int, rows: int) -> Room:
+        """Return room for at least so many requests and rows, in one of few numbers of windows and rows."""
+        windows = min([count for count in _windows(blocks) if count >= requests], default=blocks)
+        return cls(phase, windows, blocks, block, decided(rows, blocks * block))
+
+    @classmethod
+    def ladder(cls, phase: Phase, requests: int, blocks: int, block: int, own_rows: int) -> list[Room]:
+        """Return all rooms of so many blocks for up to so many requests, each of which decides up to `own_rows` rows."""
+        found = dict[Room, None]()
+        for count in {min(windows, requests) for windows in _windows(blocks)}:
+            least, most = (decided(rows, blocks * block) for rows in (own_rows, own_rows * count))
+            for rows in decisions(blocks * block):
+                if least <= rows <= most:
+                    found[cls.of(phase, count, blocks, block, rows)] = None
+        return list(found)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step."""
+        return self.blocks * self.block
+
+
+def _windows(blocks: int) -> list[int]:
+    """The numbers of windows of steps of so many blocks: a quarter of the next larger one."""
+    found = [blocks]
+    while found[-1] > 1:
+        found.append(-(-found[-1] // 4))
+    return found
+
+
+def decided(rows: int, tokens: int) -> int:
+    """Return the rows to decide that a step of some tokens has room for, of at least `rows`: one of few numbers.
+
+    >>> decided(4, 64), decided(300, 1024), decided(700, 1024), decided(0, 8192)
+    (64, 512, 768, 1024)
+    """
+    return next(found for found in decisions(tokens) if found >= min(rows, tokens))
+
+
+def decisions(tokens: int) -> list[int]:
+    """Return all that `decided` returns for steps of so many tokens, ascending."""
+    if tokens <= MOST_DOUBLED:  # unembedding them all takes as long as unembedding one
+        return [tokens]
+    return [-(-tokens * share // DECIDED[-1]) for share in DECIDED]
+
+
+class Launched(NamedTuple):
+    """A step that was launched and not read: its results on their way, its room, whom it serves, what ran, and when it began."""
+
+    arriving: Arriving
+    room: Room
+    group: int
+    marked: bool
+    ran: Ran
+    started: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +193,8 @@ class RequestTable:
         self._whole = False  # whether all rows of the table are unsent
         self._unsent: dict[int, list[tuple[State, int, NDArray[np.int64]]]] = {}  # by row of the table: rows of others
         self._sides = [HostCopy(), HostCopy()]
-        self._launched: deque[tuple[Arriving, Plan, float]] = deque()
+        self.launched: deque[Launched] = deque()
+        """Steps that were launched and not read, in order."""
         self._steps: Recent[Hashable, _TableStep] = Recent(KEPT_STEPS)
         self._predicted: Recent[Hashable, float] = Recent(KEPT_STEPS)
         self._fitting: Recent[Hashable, bool] = Recent(KEPT_STEPS)
@@ -146,11 +218,6 @@ class RequestTable:
         return len(self._engine.table(KV).free)
 
     @property
-    def in_flight(self) -> int:
-        """Steps that were launched and not read."""
-        return len(self._launched)
-
-    @property
     def rows_to_open(self) -> int:
         """The rows that the first request to enter takes for the table."""
         return 0 if self.is_open else len(self.columns)
@@ -169,7 +236,7 @@ class RequestTable:
     def grow(self) -> bool:
         """Double the table, if it has no more than half of `MOST_ROWS`, every step has been read, and there is memory."""
         rows = len(self.columns)
-        if self._launched or 2 * rows > MOST_ROWS:
+        if self.launched or 2 * rows > MOST_ROWS:
             return False
         self._own.close()
         self.columns = np.concatenate([self.columns, np.zeros_like(self.columns)])
@@ -220,83 +287,89 @@ class RequestTable:
 
     def close(self) -> None:
         """Give the session's rows back."""
-        self._launched.clear()
+        self.launched.clear()
         self._unsent.clear()
         self._own.close()
 
     def _free_rows(self) -> None:
         while self._leaving and self._leaving[0][1] <= self._read:
             self._free.append(self._leaving.popleft()[0])
+        self.rest()
+
+    def rest(self) -> None:
+        """Give the session's rows back if nobody has any."""
         if len(self._free) == len(self.columns) and self.is_open:  # an idle session holds nothing
             self._unsent.clear()
             self._own.close()
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def size(self, phase: Phase, blocks: int, block: int, rows: int, states: Iterable[tuple[State, int]]) -> StepSize:
-        """Return the size of a step that has room for `blocks` blocks of tokens and `rows` rows to decide, beside rows of states."""
-        taken = dict(states)
-        owned = max(taken.get(KV, 0) // blocks, block)
+    def size(self, room: Room, states: Iterable[tuple[State, int]]) -> StepSize:
+        """Return the size of a step with this room, beside rows of states."""
+        taken, (phase, windows, blocks, block, rows) = dict(states), room
+        lengths = [block * (blocks // windows + int(number < blocks % windows)) for number in range(windows)]
+        owned = max(-(-taken.get(KV, 0) // windows), lengths[0])  # all keys are counted: a step may rank all of them
         return StepSize(
-            phase=phase, windows=(block,) * blocks, keys=(owned,) * blocks, rows=decided(rows, blocks * block),
-            extents=max(taken.get(HELD_EXTENTS, 0), 1), states={**taken, KV: max(taken.get(KV, 0), owned)}, exact=True,
+            phase=phase, windows=tuple(lengths), keys=(owned,) * windows, rows=rows, extents=max(taken.get(HELD_EXTENTS, 0), 1),
+            states={**taken, KV: max(taken.get(KV, 0), owned)}, exact=True,
         )  # fmt: skip
 
     def beside(self, more: Mapping[State, int]) -> frozenset[tuple[State, int]]:
         """Return the rows of each state once `more` are taken."""
         return frozenset(self._engine.states_with(more).items())
 
-    def fits(
-        self, phase: Phase, blocks: int, block: int, rows: int, states: frozenset[tuple[State, int]] | None = None
-    ) -> bool:
+    def fits(self, room: Room, states: frozenset[tuple[State, int]] | None = None) -> bool:
         """Return whether such a step fits the budget beside rows of states, by default those that are planned for; found once."""
-        asked = phase, blocks, block, decided(rows, blocks * block), self.planned if states is None else states
+        asked = room, self.planned if states is None else states
         return self._fitting.find(asked, lambda: all(map(self._engine.plans.fits_exactly, self.size(*asked).graphs)))
 
-    def admits(self, phase: Phase, blocks: int, block: int, rows: int, more: Mapping[State, int]) -> bool:
+    def admits(self, room: Room, more: Mapping[State, int]) -> bool:
         """Return whether such a step fits the budget once `more` rows of states are taken."""
         states = self._engine.states_with(more)
-        if _within(states, dict(self.planned)) and self.fits(phase, blocks, block, rows):
+        if _within(states, dict(self.planned)) and self.fits(room):
             return True
-        return any(
-            self.fits(phase, blocks, block, rows, found) for found in (rounded_states(states), self.beside(more))
-        )
+        return any(self.fits(room, found) for found in _roundings(states))
 
-    def cover(self, phase: Phase, least: int, wanted: int, block: int, rows: int) -> None:
-        """Plan steps from now on for at least the rows of states that there are, and for as many as there were if there is room.
+    def cover(self, least: Room, wanted: Room, more: Mapping[State, int] = NO_ROWS) -> None:
+        """Plan steps from now on for the rows of states that there are once `more` are taken, and for as many as there were.
 
-        There is none if a step of `least` blocks would not fit. If less than half is taken and one of `wanted` blocks would not
-        fit, steps go without the rest, too.
+        If the `least` step does not fit beside them, or less than half is taken and the `wanted` one does not fit, steps go without
+        what is not taken.
         """
-        states, before = self._engine.states, dict(self.planned)
+        states, before = self._engine.states_with(more), dict(self.planned)
         emptier = 2 * sum(states.values()) < sum(before.values())
-        if _within(states, before) and self.fits(phase, wanted if emptier else least, block, rows):
+        if _within(states, before) and self.fits(wanted if emptier else least):
             return
         most = {state: max(count, states.get(state, 0)) for state, count in {**states, **before}.items()}
-        tried = [*([] if emptier else [rounded_states(most)]), rounded_states(states)]
-        self.planned = next((found for found in tried if self.fits(phase, least, block, rows, found)), self.beside({}))
+        tried = [*([] if emptier else _roundings(most)), *_roundings(states)]
+        fitting = (found for room in (wanted, least) for found in tried if self.fits(room, found))
+        self.planned = next(fitting, tried[-1])
 
-    def predicted_ms(self, phase: Phase, blocks: int, block: int, rows: int) -> float:
+    def rehearse(self, room: Room, group: int, *, marked: bool) -> None:
+        """Plan, compile and capture a step, which serves nobody."""
+        self.predicted_ms(room)
+        self._engine.rehearse(self._step(0, 0, group, marked, room))
+
+    def predicted_ms(self, room: Room) -> float:
         """Return how long the plan of such a step says that it takes; found once, whatever the states hold."""
-        asked = phase, blocks, block, decided(rows, blocks * block)
 
         def predict() -> float:
-            return self._engine.plans.plan(self.size(*asked, self.planned)).predicted_step_ms
+            return self._engine.plans.plan(self.size(room, self.planned)).predicted_step_ms
 
-        return self._predicted.find(asked, predict)
+        return self._predicted.find(room, predict)
 
-    def launch(self, phase: Phase, group: int, blocks: int, block: int, rows: int, *, marked: bool = False) -> None:
-        """Launch a step of this size, for whoever of a group it has room for, of those who need a marked step only if it is one.
+    def launch(self, room: Room, group: int, *, marked: bool = False) -> None:
+        """Launch a step with this room, for whoever of a group it suffices for, of those who need a marked step only if it is one.
         After one that was interrupted, every step has been read."""
         started = perf_counter()
         if not self.is_sure:
             self._undo()
         self.is_sure = False
-        ran = self._engine.run(self._step(self.first, len(self.columns), group, marked, phase, blocks, block, rows))
+        ran = self._engine.run(self._step(self.first, len(self.columns), group, marked, room))
         with interrupts_held():
-            arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS])
+            arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS if name in ran.outputs])
             self._sides.reverse()
-            self._launched.append((arriving, ran.plan, started))
+            self.launched.append(Launched(arriving, room, group, marked, ran, started))
             self._count += 1
             self.is_sure = True
 
@@ -307,18 +380,15 @@ class RequestTable:
             at, length = self.columns[number, [Column.CANVAS, Column.LENGTH]].tolist()
             self._unsent.setdefault(number, []).append((CANVAS, at, self.tokens[at : at + length]))
 
-    def _step(
-        self, first: int, count: int, group: int, marked: bool, phase: Phase, blocks: int, block: int, rows: int
-    ) -> _TableStep:
+    def _step(self, first: int, count: int, group: int, marked: bool, room: Room) -> _TableStep:
         """The step that looks at `count` rows of the table; made once."""
-        asked = phase, blocks, block, decided(rows, blocks * block), self.planned
 
         def make() -> _TableStep:
-            size = self.size(*asked)
-            room = first, count, size.tokens, size.rows, size.extents, group, int(marked)
-            return _TableStep(size=size, inputs={"room": Numbers(room, "int64", 7)}, table=self)
+            size = self.size(room, self.planned)
+            given = first, count, size.tokens, size.rows, size.extents, group, int(marked)
+            return _TableStep(size=size, inputs={"room": Numbers(given, "int64", 7)}, table=self)
 
-        return self._steps.find((first, count, group, marked, *asked), make)
+        return self._steps.find((first, count, group, marked, room, self.planned), make)
 
     def send(self) -> None:
         """Write what has entered and left."""
@@ -340,12 +410,14 @@ class RequestTable:
         DeviceLost
             If the device stopped meanwhile.
         """
-        self._launched[0][0].wait()
+        self.launched[0].arriving.wait()
 
     def read(self) -> Served:
         """Take what the first step that was launched reports; the caller has waited for it, and holds signals back."""
-        arriving, plan, started = self._launched.popleft()
-        report, *of_rows = (tensor.numpy() for tensor in arriving.wait())
+        step = self.launched.popleft()
+        report, *of_rows = (tensor.numpy() for tensor in step.arriving.wait())
+        if step.ran.again is not None:
+            step.ran.again(int(of_rows.pop().item()))  # the next step has room for as many rows
         self._read += 1
         report = report[report[:, Reported.ROW] >= 0].copy()
         report[:, Reported.ROW] -= self.first
@@ -358,20 +430,14 @@ class RequestTable:
         self._free_rows()
         return Served(
             report=report, steps=self.steps[numbers], canvas_rows=self.columns[numbers, Column.CANVAS], decided_rows=decided,
-            chosen=chosen, committed=taken, score=score, plan=plan, seconds=perf_counter() - started,
+            chosen=chosen, committed=taken, score=score, plan=step.ran.plan, seconds=perf_counter() - step.started,
         )  # fmt: skip
-
-
-def decided(rows: int, tokens: int) -> int:
-    """Return the rows to decide that a step of some tokens has room for, of at least `rows`: one of few numbers.
-
-    >>> decided(4, 64), decided(300, 1024), decided(700, 1024), decided(0, 8192)
-    (64, 512, 768, 1024)
-    """
-    if tokens <= MOST_DOUBLED:  # unembedding them all takes as long as unembedding one
-        return tokens
-    return next(found for share in DECIDED if (found := -(-tokens * share // DECIDED[-1])) >= min(rows, tokens))
 
 
 def _within(states: Mapping[State, int], planned: Mapping[State, int]) -> bool:
     return all(count <= planned.get(state, 0) for state, count in states.items())
+
+
+def _roundings(states: Mapping[State, int]) -> list[frozenset[tuple[State, int]]]:
+    """Rows of states, rounded up by an eighth, so that few sizes serve; by less, where memory is short; and as they are."""
+    return [rounded_states(states), rounded_states(states, share=64), frozenset(states.items())]

@@ -97,7 +97,9 @@ class RowTable:
 
     def room(self, count: int) -> int:
         """Return the rows that the state has to have once `count` more are handed out, to any number of owners."""
-        return self.rows + (count if self.together else max(count - total(self._free), 0))
+        if self.together:  # a hole that has room for all has room for the last, wherever the others go
+            return self.rows + (0 if any(end - start >= count for start, end in self._free) else count)
+        return self.rows + max(count - total(self._free), 0)
 
     def most_extents(self, owners: int) -> int:
         """Return an upper bound of extents after `owners` more owners have reserved once each: each reservation fills

@@ -44,18 +44,21 @@ NOTHING = tl.constexpr(OPEN_TOKEN)
 FAR = tl.constexpr(0x7FFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["windows"])
 def advance_requests_kernel(
-    table, canvas, row, begin, cu_seqlens, cu_rows, committed, report, AT_ONCE: tl.constexpr, LINE: tl.constexpr,
+    table, canvas, row, begin, cu_seqlens, cu_rows, committed, report, windows, AT_ONCE: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     window = tl.program_id(0)
     request = tl.load(row + window)
     said, column = report + window * W, tl.arange(0, LINE)
-    if request < 0:
+    tokens = tl.load(cu_seqlens + window + 1) - tl.load(cu_seqlens + window)
+    if (request < 0) | (tokens == 0):
+        turn = table + request * C + SERVED
+        waits = request >= 0
+        tl.store(turn, tl.load(turn, mask=waits, other=0) - windows + window, mask=waits)
         tl.store(said + column, tl.where(column == 0, -1, 0).to(tl.int64), mask=column < W)
         return
     lane, line = tl.arange(0, AT_ONCE), table + request * C
-    tokens = tl.load(cu_seqlens + window + 1) - tl.load(cu_seqlens + window)
     written, prefix = tl.load(line + WRITTEN), tl.load(line + PREFIX)
     start, block, number, open_left = (
         tl.load(line + START),
@@ -138,5 +141,6 @@ def launch(
 ) -> None:  # fmt: skip
     """Update the table, and write the report."""
     advance_requests_kernel[(row.shape[0],)](
-        table, canvas, row, begin, cu_seqlens, cu_rows, committed, report, AT_ONCE=AT_ONCE, LINE=32, num_warps=2
+        table, canvas, row, begin, cu_seqlens, cu_rows, committed, report, row.shape[0], AT_ONCE=AT_ONCE,
+        LINE=32, num_warps=2
     )

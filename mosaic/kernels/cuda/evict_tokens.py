@@ -35,10 +35,10 @@ def budget_of(state, count, alpha, weight, HISTORY: tl.constexpr):
     if HISTORY == _EMA:
         moved = tl.where(counted > 0, (1 - weight) * summed + weight * there, there)
     counts = count > 0 if HISTORY == _BLOCK else count >= 0
-    summed = tl.where(count < 0, 0.0, tl.where(counts, tl.where(counted > 0, moved, there), summed))
-    counted = tl.where(count < 0, 0.0, tl.where(counts, counted + 1, counted))
-    tl.store(state, summed)
-    tl.store(state + 1, counted)
+    summed = tl.where(count == -1, 0.0, tl.where(counts, tl.where(counted > 0, moved, there), summed))
+    counted = tl.where(count == -1, 0.0, tl.where(counts, counted + 1, counted))
+    tl.store(state, summed, mask=count >= -1)  # what is counted already may be nobody's: another program has the row
+    tl.store(state + 1, counted, mask=count >= -1)
     average = summed if HISTORY == _EMA else summed / tl.maximum(counted, 1.0)
     return tl.ceil(alpha * tl.maximum(average, 1.0) * _NEARLY).to(tl.int32)
 

@@ -35,12 +35,12 @@ def find_kernel(
     sequences,
     size,
     tokens,
+    PARTLY: tl.constexpr,
     ROWS: tl.constexpr,
     KEPT: tl.constexpr,
     COPIED: tl.constexpr,
 ):
     sequence = tl.program_id(0)
-    fits = tl.load(bounds + sequences) <= size
     if sequence == sequences:  # all that is kept
         for first in range(0, size, COPIED):
             at = first + tl.arange(0, COPIED)
@@ -50,7 +50,9 @@ def find_kernel(
             tl.store(kept_positions + at, tl.load(positions + token, mask=inside, other=0), mask=at < size)
     else:
         start = tl.load(bounds + sequence)
-        stop = tl.where(fits, tl.load(bounds + sequence + 1), start)
+        stop = tl.load(bounds + sequence + 1)
+        computed = stop if PARTLY else tl.load(bounds + sequences)
+        stop = tl.where(computed <= size, stop, start)
         last = tl.load(cu_rows + sequence + 1)
         total = start * 0
         for first in range(tl.load(cu_rows + sequence), last, ROWS):
@@ -82,6 +84,7 @@ def write_kernel(
     size,
     most,
     asked_rows,
+    PARTLY: tl.constexpr,
     ROWS: tl.constexpr,
     COPIED: tl.constexpr,
     SEQUENCES: tl.constexpr,
@@ -93,7 +96,13 @@ def write_kernel(
         other = first + tl.arange(0, SEQUENCES)
         before += tl.sum(tl.load(counts + other, mask=other < sequence, other=0), 0)
     tl.store(cu_decided + sequence, before)
-    tl.store(cu_seqlens + sequence, tl.where(all_rows <= size, tl.load(bounds + sequence), 0))
+    held = tl.where(all_rows <= size, all_rows, 0)
+    if PARTLY:
+        for first in range(0, sequences + 1, SEQUENCES):
+            other = first + tl.arange(0, SEQUENCES)
+            ends = tl.load(bounds + other, mask=other <= sequences, other=0)
+            held = tl.maximum(held, tl.max(tl.where(ends <= size, ends, 0), 0))
+    tl.store(cu_seqlens + sequence, tl.minimum(tl.load(bounds + sequence), held))
     if sequence == sequences:
         tl.store(count, all_rows)
         for first in range(before, most, COPIED):
@@ -120,7 +129,7 @@ def write_kernel(
 def launch(
     *, chosen: Tensor, bounds: Tensor, positions: Tensor, rows: Tensor, cu_rows: Tensor, kept: Tensor,
     kept_positions: Tensor, cu_seqlens: Tensor, decided: Tensor, asked: Tensor, cu_decided: Tensor, place: Tensor,
-    count: Tensor, size: int = 0, most: int = 0, scratch: Tensor | None = None,
+    count: Tensor, size: int = 0, most: int = 0, partly: bool = False, scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write all outputs."""
     sequences = bounds.shape[0] - 1
@@ -138,6 +147,7 @@ def launch(
         sequences,
         kept.shape[0],
         positions.shape[0],
+        PARTLY=partly,
         ROWS=ROWS,
         KEPT=KEPT,
         COPIED=COPIED,
@@ -156,6 +166,7 @@ def launch(
         kept.shape[0],
         decided.shape[0],
         rows.shape[0],
+        PARTLY=partly,
         ROWS=ROWS,
         COPIED=COPIED,
         SEQUENCES=power_of_two(sequences, SEQUENCES),

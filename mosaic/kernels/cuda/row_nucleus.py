@@ -86,7 +86,7 @@ def only_kept(logits, column, least, bound, SHIFT: tl.constexpr):
     return tl.where((ranks > least) | ((ranks == least) & (column <= bound)), logits, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["some"])
 def row_nucleus_kernel(
     logits,
     keys,
@@ -100,15 +100,14 @@ def row_nucleus_kernel(
     entropy,
     stride,
     columns,
+    some,
     SHIFT: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
-    SOME: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
-    if SOME:  # noqa: SIM102
-        if tl.load(cuts + program) == 0:
-            return
+    if (tl.load(cuts + program) == 0) & (some != 0):  # not a kernel of its own: a row's figures are the same to the bit
+        return
     row = logits + program * stride
     heat = tl.load(temperature + program)
     scale = _LOG2E / tl.where(heat > 0.0, heat, 1.0)
@@ -212,16 +211,16 @@ def launch(
         temperature,
         top_p,
         top_k,
-        top_k if cuts is None else cuts,  # a stand-in, not touched
+        top_k if cuts is None else cuts,  # a stand-in, not looked at
         sample,
         probability,
         margin,
         entropy,
         logits.stride(0),
         vocabulary,
+        int(cuts is not None),
         SHIFT=ZERO_BITS.get(logits.dtype, 0),
         TILE=COLUMNS,
         LANES=32 * WARPS,
-        SOME=cuts is not None,
         num_warps=WARPS,
     )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mosaic.registrar.request_table import CANVAS_LONG, FROM_BLOCK, MARKED_STEPS, OPEN_ONES, RUNNING, WHOLE, Column
 
-__all__ = ["Wanted", "alone", "bits", "closes", "floats", "keys_of", "mixed", "quotas", "uniforms", "wanted"]
+__all__ = ["Wanted", "alone", "bits", "closes", "floats", "keys_of", "marked", "mixed", "quotas", "uniforms", "wanted"]
 
 Ints: TypeAlias = NDArray[np.int64]
 Words: TypeAlias = NDArray[np.uint64]
@@ -91,6 +91,14 @@ def alone(table_SC: Ints) -> NDArray[np.bool_]:
     return closes(table_SC) | (first & (column[Column.SHIFTED] != 0))
 
 
+def marked(table_SC: Ints) -> NDArray[np.bool_]:
+    """Return whether the next step of each request's block has its bit in MARKS, [S]."""
+    found: NDArray[np.bool_] = (
+        table_SC[:, Column.MARKS] >> np.minimum(table_SC[:, Column.NUMBER], MARKED_STEPS) & 1 != 0
+    )
+    return found
+
+
 def wanted(table_SC: Ints) -> Wanted:
     """Return what the requests of a table ask for."""
     column = table_SC.T
@@ -112,5 +120,5 @@ def wanted(table_SC: Ints) -> Wanted:
         seen=np.where(fills, 0, np.where(closing, start, span_end)),
         rows=np.where(fills, 0, np.where(alone(table_SC), 1, rows)),
         group=np.where(fills, 0, column[Column.GROUP]),
-        marked=~fills & (column[Column.MARKS] >> np.minimum(column[Column.NUMBER], MARKED_STEPS) & 1 != 0),
+        marked=~fills & marked(table_SC),
     )

@@ -7,12 +7,12 @@ to decide, E extents.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from mosaic.models.inputs import Input
+from mosaic.models.inputs import Input, together
 from mosaic.models.parts.cache import KV
 from mosaic.models.parts.windows import CANVAS, Windows
 from mosaic.models.state import State
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mosaic.models.parts.part import ResultPer
     from mosaic.models.phase import Phase
     from mosaic.models.step_graph import Ending, StepGraph
-    from mosaic.registrar.graph import Buffer, Graph
+    from mosaic.registrar.graph import Buffer
 
 __all__ = ["HELD_EXTENTS", "REQUESTS", "TABLED", "Tabled", "own_column", "own_states"]
 
@@ -63,32 +63,46 @@ class Tabled(Windows):
 
     def supplied(self, step: StepGraph) -> Mapping[str, Supply]:
         """Register who is served and where their windows lie; return all inputs."""
-        g, tokens, seqs, masked, extents = step.g, step.tokens, step.seqs, step.g.dim("masked"), step.g.dim("extents")
-        table, canvas = step.state(REQUESTS), step.state(CANVAS)
-        served = g.buffer("served", (seqs,), "int64")
-        begins, seen = (g.buffer(name, (seqs,), "int32") for name in ("begins", "seen"))
-        bounds = [g.buffer(name, (seqs + 1,), "int32") for name in _BOUNDS]
-        g.add_op(
-            "pack_requests", table, step.inputs[ROOM.name], out=(served, begins, seen, *bounds), name="pack",
-            sequences=seqs,
-        )  # fmt: skip
+        g, seqs, (tokens, masked, extents) = step.g, step.seqs, map(step.g.dim, ("tokens", "masked", "extents"))
+        table, canvas, cut = step.state(REQUESTS), step.state(CANVAS), step.phase.cut is not None
+        keep = g.carry if cut else g.buffer
+        served, begins = keep("served", (seqs,), "int64"), keep("begins", (seqs,), "int32")
+        bounds = [keep(name, (seqs + 1,), "int32") for name in _BOUNDS]
+        sees: dict[str, Supply] = {
+            "seen": partial(keep, "seen", (seqs,), "int32")
+        }  # a second graph need not ask for it
+        if step.phase.graph != "suffix":
+            seen = sees["seen"]()
+            g.add_op(
+                "pack_requests", table, step.inputs[ROOM.name], out=(served, begins, seen, *bounds), name="pack",
+                sequences=seqs,
+            )  # fmt: skip
+            sees["seen"] = partial(_same, seen)
         shapes: dict[str, tuple[tuple[Any, ...], str]] = {
             "positions": ((tokens,), "int32"), "token_rows": ((tokens,), "int64"), "rows": ((masked,), "int64"),
             "decided_rows": ((masked,), "int64"), "extents": ((extents, 4), "int64"), "quota": ((seqs,), "int32"),
             "threshold": ((seqs,), "float32"),
         }  # fmt: skip
-        placed = {name: (g.output if name in self.results else g.buffer)(name, *shapes[name]) for name in _PLACED}
+        placed = {name: g.buffer(name, *shapes[name]) for name in _PLACED if name not in self.results}
+        # of a step that is cut, the second graph gives back the rows that were kept
+        rows = (
+            g.buffer("asked_rows", *shapes["decided_rows"])
+            if cut
+            else g.output("decided_rows", *shapes["decided_rows"])
+        )
+        placed = {name: rows if name == "decided_rows" else placed[name] for name in _PLACED}
         g.add_op(
             "place_requests", table, canvas, step.state(HELD_EXTENTS), served, begins, *bounds, out=tuple(placed.values()),
             name="place", tokens=tokens, most=masked, count=extents,
         )  # fmt: skip
-        found = placed | {buffer.name: buffer for buffer in (seen, *bounds)}
-        supplied: dict[str, Supply] = {name: partial(_same, buffer) for name, buffer in found.items()}
+        found = placed | {buffer.name: buffer for buffer in bounds}
+        supplied = sees | {name: partial(_same, buffer) for name, buffer in found.items()}
         supplied["token_ids"] = partial(_read, step, placed["token_rows"], "tokens", step.arch.mask_token_id)
         supplied["current"] = partial(_read, step, placed["decided_rows"], "current", OPEN)
         supplied |= _draws(step, served, found)
+        given = found | {REQUESTS.name: table, CANVAS.name: canvas, "served": served, "begins": begins}
         for part in step.phase.parts:
-            supplied |= part.of_table(step, _served(step.g, step.arch))
+            supplied |= part.of_table(step, given)
         return supplied
 
     def open_id(self, arch: Architecture) -> int:
@@ -96,8 +110,11 @@ class Tabled(Windows):
         return OPEN
 
     def decided(self, end: Ending, chosen: Buffer, committed: Buffer) -> None:
-        """Write the decisions, and move the table on."""
-        g, served = end.g, _served(end.g, end.arch)
+        """Write the decisions, and move the table on; in a step that is cut, of the rows that were kept."""
+        g = end.g
+        served = {name: end.inputs[name] for name in ("seen", "cu_seqlens", "cu_rows", "decided_rows")}
+        served |= {name: g[name] for name in ("served", "begins", "cu_extents", *_PLACED) if name not in served}
+        served |= {state.name: state.register(g, end.arch) for state in (REQUESTS, CANVAS)}
         g.add_op("write_canvas", chosen, served["decided_rows"], served["canvas"], committed, name="decide")
         for part in end.phase.parts:
             part.note(end, served)
@@ -117,13 +134,6 @@ def own_states(phase: Phase) -> list[State]:
     return [state for state in phase.states if state not in (KV, CANVAS, HELD_EXTENTS, REQUESTS)]
 
 
-def _served(g: Graph, arch: Architecture) -> dict[str, Buffer]:
-    """The table, the canvas, and who is served, by name: row of the table, first position and keys seen of each window, bounds, and
-    what each token, row to decide and extent is."""
-    states = {state.name: state.register(g, arch) for state in (REQUESTS, CANVAS)}
-    return states | {name: g[name] for name in ("served", "begins", "seen", *_BOUNDS, *_PLACED)}
-
-
 def _same(buffer: Buffer) -> Buffer:
     return buffer
 
@@ -134,20 +144,9 @@ def _read(step: StepGraph, rows: Buffer, name: str, open_id: int) -> Buffer:
 
 
 def _draws(step: StepGraph, served: Buffer, found: Mapping[str, Buffer]) -> dict[str, Supply]:
-    """What rows draw by, registered when the first of it is asked for."""
-    made: dict[str, Buffer] = {}
-
-    def draw(name: str) -> Buffer:
-        if not made:
-            rows = found["decided_rows"]
-            drawn = step.g.add_op("draw_requests", step.state(REQUESTS), served, found["cu_rows"], rows, name="draws")
-            made.update(zip(_DRAWS, drawn, strict=True))
-        return made[name]
-
-    def supply(name: str) -> Callable[[], Buffer]:
-        return lambda: draw(name)
-
-    return {name: supply(name) for name in _DRAWS}
+    """What rows draw by."""
+    given = step.state(REQUESTS), served, found["cu_rows"], found["decided_rows"]
+    return together(_DRAWS, lambda: step.g.add_op("draw_requests", *given, name="draws"))
 
 
 TABLED: Final = Tabled()

@@ -19,16 +19,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from mosaic.errors import UsageError
 from mosaic.models.attention.kept import KeptTogether, extents_of
-from mosaic.models.inputs import Input
+from mosaic.models.inputs import Input, together
 from mosaic.models.kept_keys import attending
 from mosaic.models.parts.cache import KV, Kept
-from mosaic.models.policies.policy import BlockStep, Options, Policy, is_integer, is_number, with_parts
+from mosaic.models.parts.table import own_column
+from mosaic.models.policies.policy import BlockStep, Options, Policy, is_integer, is_number, marks_of, with_parts
 from mosaic.models.state import State
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.attention import Way
-    from mosaic.models.inputs import Window
+    from mosaic.models.inputs import Supply, Window
     from mosaic.models.parts.part import ResultPer
     from mosaic.models.phase import Phase
     from mosaic.models.step_graph import StepGraph
@@ -191,6 +192,19 @@ def reuse_inputs(reuse: PrefixReuse, layers: int, *, refreshes: bool) -> Sequenc
     return found
 
 
+def reuse_of_table(
+    reuse: PrefixReuse, layers: int, step: StepGraph, served: Mapping[str, Buffer]
+) -> Mapping[str, Supply]:
+    """Return the same inputs of requests of a table."""
+    own = own_column(step.phase, kept_outputs(layers))
+    return together(
+        ("kept_row", "prefix", "refreshed"),
+        lambda: step.g.add_op(
+            "reuse_requests", served["requests"], served["served"], name="reusing", own=own, steps=reuse.steps or 0
+        ),
+    )
+
+
 def _row(window: Window, *states: State) -> int:
     """The row number that a request has in all of the states, which are taken and given back together."""
     rows = {window.request.states[state].runs(0, 1)[0][0] for state in states}
@@ -242,6 +256,10 @@ class Reused(Kept):
     def inputs(self, arch: Architecture) -> Sequence[Input]:
         """Return the inputs of kept keys, and those of outputs and refreshes."""
         return *Kept.inputs(self, arch), *reuse_inputs(self.reuse, 0, refreshes=self.refreshes)
+
+    def of_table(self, step: StepGraph, served: Mapping[str, Buffer]) -> Mapping[str, Supply]:
+        """Return the inputs of outputs and refreshes."""
+        return reuse_of_table(self.reuse, 0, step, served)
 
     @property
     def covering(self) -> Reused:
@@ -346,6 +364,7 @@ class Reusing(Policy):
         self._taken = 0
         self._refreshed: dict[int, int] = {}  # by position: the step that refreshed it last
         self._changed = False
+        self.tabled = options.change is None
         if options.change is not None:
             self.waits = (
                 "how much queries change is known when a step's outcome is read; leave one out, or reuse for a number of "
@@ -365,6 +384,10 @@ class Reusing(Policy):
         if step.writes:
             return phase
         return with_parts(phase, cache=Reused(reuse=self._reuse, refreshes=self.refreshes(step)))
+
+    def marks(self, block: int, steps: int) -> int | None:
+        """Mark the steps that refresh."""
+        return marks_of(self._reuse.refreshes_in, block)
 
     def tell(self, step: BlockStep, request: Any) -> None:
         """State the length of the prefix, and whether the step refreshes."""

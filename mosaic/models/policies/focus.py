@@ -21,6 +21,7 @@ from mosaic.errors import UsageError
 from mosaic.models.inputs import Input
 from mosaic.models.kept_keys import attending
 from mosaic.models.parts.cut import COUNT, KEPT, PLACE, Cut, KeptRows
+from mosaic.models.parts.table import own_column
 from mosaic.models.policies.focus_options import Eviction
 from mosaic.models.policies.policy import BlockStep, Policy, with_parts
 from mosaic.models.state import State
@@ -30,14 +31,17 @@ if TYPE_CHECKING:
     from mosaic.models.inputs import Supply, Window
     from mosaic.models.parts.part import ResultPer
     from mosaic.models.phase import Phase
-    from mosaic.models.step_graph import StepGraph
+    from mosaic.models.step_graph import Ending, StepGraph
     from mosaic.registrar.graph import Buffer
 
-HISTORY: Final = State(name="focus_history", width=2, dtype="float32", least_rows=1)
-"""Per request, the number of decoded tokens, as a sum or an average, and the number of steps."""
+HISTORY: Final = State(name="focus_history", width=4, dtype="float32", least_rows=1)
+"""Per request, the number of decoded tokens, as a sum or an average, and the number of steps. Of a request of a table also its
+progress (`focus_requests`)."""
 REACH: Final = "reach"
 """The key of `StepResult.values` for int32 [1]: the first position after all rows that steps of the block have kept."""
 _STATUS_MASKED, _STATUS_UNPROCESSED = 1, 2
+_OF_TABLE: Final = ("first", "listed", "block_votes", "status", "progress", "decoded", "history_row")
+"""What `focus_requests` finds."""
 _ALIKE: Final = 64
 """Up to this many rows, products take as long as reading their weights, on the cards that were measured."""
 _TILE: Final = 16
@@ -172,6 +176,36 @@ class Focus(Cut):
     def states(self) -> Sequence[State]:
         """The history."""
         return (HISTORY,)
+
+    def of_table(self, step: StepGraph, served: Mapping[str, Buffer]) -> Mapping[str, Supply]:
+        """Return the inputs of the first graph, except ranks."""
+        found: dict[str, Buffer] = {}
+
+        def supply(name: str) -> Buffer:
+            if not found:
+                eviction = self.eviction
+                asked = step.g.add_op(
+                    "focus_requests", *(served[one] for one in ("requests", "canvas")), step.state(HISTORY),
+                    *(served[one] for one in ("served", "cu_seqlens", "positions")), name="focus",
+                    block=self.length(step.arch), importance=eviction.importance, reach=eviction.reach,
+                    history=eviction.history, **self._noted(step.phase),
+                )  # fmt: skip
+                found.update(zip(_OF_TABLE, asked, strict=True))
+            return found[name]
+
+        return {} if step.phase.graph == "suffix" else {name: partial(supply, name) for name in _OF_TABLE}
+
+    def note(self, end: Ending, served: Mapping[str, Buffer]) -> None:
+        """Note what was kept and decided."""
+        where = (served[name] for name in ("served", "cu_seqlens", "cu_rows"))
+        seen = end.g.carry("focus_seen", (served["served"].shape[0],), "int32")
+        end.g.add_op(
+            "note_focus", served["requests"], HISTORY.register(end.g, end.arch), *where, seen, end.g["committed"],
+            name="note_focus", **self._noted(end.phase),
+        )  # fmt: skip
+
+    def _noted(self, phase: Phase) -> dict[str, Any]:
+        return {"own": own_column(phase, HISTORY), "processed": self.block, "first_step": self.eviction.first_step}
 
     def check(self, request: Any, arch: Architecture) -> None:
         """Check that the model can be cut this way, and that a request states its progress, with a window that contains
@@ -317,6 +351,7 @@ class Evicting(Policy):
         self._cut = Focus(eviction=self._eviction, reports=arch.shifted, block=block if dual else 0)
         self._hides = options.reach == "step"
         self.within = not (self._hides and config.block_commit == "cached")
+        self.tabled = options.rank != "random" and not dual
         self._begun = -1
         self._step, self._processed = 0, 0
         self._decided: int | None = None

@@ -14,19 +14,28 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from mosaic.errors import UsageError
 from mosaic.models.attention.kept import KeptQueries, KeptTogether, attend, extents_of
-from mosaic.models.inputs import Input
+from mosaic.models.inputs import Input, together
 from mosaic.models.kept_keys import attending
 from mosaic.models.parts.cache import KV, Kept
-from mosaic.models.policies.flashblock import CHANGE, JoinedLayers, Reusing, check_reuse, reuse_inputs, reuse_states
+from mosaic.models.parts.table import own_column
+from mosaic.models.policies.flashblock import (
+    CHANGE,
+    JoinedLayers,
+    Reusing,
+    check_reuse,
+    reuse_inputs,
+    reuse_of_table,
+    reuse_states,
+)
 from mosaic.models.policies.mage_options import Per, SparseAttention, sets_of
-from mosaic.models.policies.policy import BlockStep, Policy, with_parts
+from mosaic.models.policies.policy import BlockStep, Policy, marks_of, with_parts
 from mosaic.models.state import State
 from mosaic.registrar.operators.top_keys import keys_of
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.attention import Way
-    from mosaic.models.inputs import Window
+    from mosaic.models.inputs import Supply, Window
     from mosaic.models.parts.part import ResultPer
     from mosaic.models.phase import Phase
     from mosaic.models.policies.flashblock import PrefixReuse
@@ -36,6 +45,8 @@ if TYPE_CHECKING:
 
 SELECT: Final = "select"
 """The stream on which keys are ranked, beside the rest of a layer."""
+_OF_TABLE: Final = ("owner", "captured", "candidates", "seen_exactly", "seen_sparsely", "cu_keys", "votes")
+"""What `select_requests` finds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +223,21 @@ class Selected(Kept):
             *(mixed if self.selects and first else ()),
             *(reuse_inputs(self.reuse, self.attention.exact_layers, refreshes=self.refreshes) if self.reuse else ()),
         )
+
+    def of_table(self, step: StepGraph, served: Mapping[str, Buffer]) -> Mapping[str, Supply]:
+        """Return the same inputs, where pages are ranked by their keys."""
+        chosen, given = (
+            self.attention,
+            [served[name] for name in ("requests", "served", "seen", "cu_seqlens", "positions")],
+        )
+        found = together(
+            _OF_TABLE,
+            lambda: step.g.add_op(
+                "select_requests", *given, name="selecting", own=own_column(step.phase, index_sets(chosen)),
+                carried=chosen.carried, answer=chosen.voters == "answer",
+            ),
+        )  # fmt: skip
+        return found if self.reuse is None else found | reuse_of_table(self.reuse, chosen.exact_layers, step, served)
 
     @property
     def reuse(self) -> PrefixReuse | None:
@@ -449,6 +475,7 @@ class Selecting(Policy):
     def __init__(self, options: SparseAttention, config: Any, arch: Architecture, positions: int) -> None:
         self._attention = options.within(positions) if positions else options
         self._reusing = None if options.reuse is None else Reusing(options.reuse, config, arch, positions)
+        self.tabled = options.selects == "first" and (self._reusing is None or self._reusing.tabled)
         if options.selects == "every":
             self.within = False
             self.waits = "attention that selects in every step commits a block in a step of its own; leave one out."
@@ -468,6 +495,10 @@ class Selecting(Policy):
         refreshes = self._reusing is not None and self._reusing.refreshes(step)
         selects = chosen.selects_in(step.number, step.steps)
         return with_parts(phase, cache=Selected(attention=chosen, selects=selects, refreshes=refreshes))
+
+    def marks(self, block: int, steps: int) -> int | None:
+        """Mark the steps that select."""
+        return marks_of(lambda step: self._attention.selects_in(step, steps), block)
 
     def tell(self, step: BlockStep, request: Any) -> None:
         """State the length of the prefix, how it is attended to, and who votes."""

@@ -7,13 +7,15 @@ the engine call these hooks, and know no policy by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from mosaic.registrar.request_table import MARKED_STEPS
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
@@ -153,10 +155,14 @@ class Policy:
         Why a step cannot be launched before the last one's outcome is known; empty: it can.
     within
         Whether the first step of a block may write the final keys of the block before.
+    tabled
+        Whether requests of a table can have it: its parts find their inputs there (`Part.of_table`), and `tell` and `take` are not
+        called.
     """
 
     waits: str = ""
     within: bool = True
+    tabled: bool = False
 
     def __init__(self, options: Any, config: Any, arch: Architecture, positions: int) -> None:
         """Check the options beside the request's others."""
@@ -164,6 +170,11 @@ class Policy:
     def phase(self, phase: Phase, step: BlockStep) -> Phase:
         """Return the phase of a step; before anything has run, it depends on the step's number alone."""
         return phase
+
+    def marks(self, block: int, steps: int) -> int | None:
+        """Return the bits of the steps of a block that a table marks (`Column.MARKS`), where the block of so many tokens is to take
+        `steps`; None: no bits say it."""
+        return 0
 
     def tell(self, step: BlockStep, request: Any) -> None:
         """Add what the step's parts need: to `step.values`, or by setting `places`, `key_len` or `counts`.
@@ -179,6 +190,17 @@ class Policy:
 def with_parts(phase: Phase, **parts: Any) -> Phase:
     """Return the phase with other parts, cached: the same object every time."""
     return replace(phase, **parts)
+
+
+def marks_of(marked: Callable[[int], bool], block: int) -> int | None:
+    """Return the bits of the marked steps of a block; None if its steps are too many, and the last bit does not stand for all of them.
+
+    >>> bin(marks_of(lambda step: step % 3 == 0, 8)), marks_of(lambda step: step % 3 == 0, 128)
+    ('0b1001001', None)
+    """
+    if len({marked(step) for step in range(MARKED_STEPS, block)}) > 1:
+        return None
+    return sum(1 << step for step in range(min(block, MARKED_STEPS + 1)) if marked(step))
 
 
 def is_integer(value: object, least: int) -> bool:

@@ -97,6 +97,8 @@ _KEPT: Final = (
 )  # fmt: skip
 _TABLE: Final = "table:int64=S,36"
 """A row for each request."""
+_OWN: Final[tuple[Rule, ...]] = (("at most", "0", "own"), ("at most", "own+1", "36"))
+"""One of its columns."""
 _NOTATION: Final = {
     "advance_requests": _Operator(
         f"{_TABLE} canvas:int64=R row:int64=B begin:int32=B cu_seqlens:int32=B+1 cu_rows:int32=B+1 committed:uint8=M "
@@ -124,11 +126,18 @@ _NOTATION: Final = {
     ),
     "evict_tokens": _Operator(
         "before:float32=B,K,P after:float32=B,K,P listed:int32=B,P first:int32=B progress:int32=B status:uint8=T "
-        "positions:int32=T cu_seqlens:int32=B+1 decoded:int32=B owner:int64=B state:float32=E,2 ranks?:float32=B,P rows:int64=T "
+        "positions:int32=T cu_seqlens:int32=B+1 decoded:int32=B owner:int64=B state:float32=E,4 ranks?:float32=B,P rows:int64=T "
         "bounds:int32=B+1 total:int64=1 seen:int32=B",
         "before after listed first progress status positions cu_seqlens decoded owner state ranks?", "rows bounds total seen state",
         "alpha:x history:s threshold:s placeholders:s weight?:x keep?:n rank?:s", whole="B K P T E",
         moved="before after listed first progress status positions cu_seqlens decoded owner ranks rows bounds total seen state=B,2",
+    ),
+    "focus_requests": _Operator(
+        f"{_TABLE} canvas:int64=R state:float32=E,4 row:int64=B cu_seqlens:int32=B+1 positions:int32=T first:int32=B "
+        "listed:int32=B,block votes:uint8=T status:uint8=T progress:int32=B decoded:int32=B owner:int64=B",
+        "table canvas state row cu_seqlens positions", "first listed votes status progress decoded owner state",
+        "own:n block:n processed:n importance:s first_step:s reach:s history:s", whole="S R E B T",
+        moved="table canvas=B,block state=2,B row cu_seqlens positions first listed votes status progress decoded owner",
     ),
     "gather_rows": _Operator(
         "x:a=S,*D rows:index=C y:a=C,*D", "x rows", "y", whole="S D", moved="rows y y", host="x"
@@ -203,6 +212,11 @@ _NOTATION: Final = {
         rules=(("at most", "Q", "64*A"), ("at most", "W", "64*A")),
         invariant=NONE,
     ),
+    "note_focus": _Operator(
+        f"{_TABLE} state:float32=E,4 row:int64=B cu_seqlens:int32=B+1 cu_rows:int32=B+1 seen:int32=B committed:uint8=M",
+        "table state row cu_seqlens cu_rows seen committed", "state", "own:n processed:n first_step:s", whole="S E B M",
+        moved="table state=3,B row cu_seqlens cu_rows seen committed",
+    ),
     "pack_requests": _Operator(
         f"{_TABLE} room:int64=1,7 row:int64=sequences begin:int32=sequences seen:int32=sequences cu_seqlens:int32=sequences+1 "
         "cu_rows:int32=sequences+1 cu_extents:int32=sequences+1",
@@ -272,8 +286,12 @@ _NOTATION: Final = {
         "chosen:int64=S bounds:int32=B+1 positions:int32=T rows:int64=M cu_rows:int32=B+1 kept:int64=size "
         "kept_positions:int32=size cu_seqlens:int32=B+1 decided:int64=most asked:int64=most cu_decided:int32=B+1 "
         "place:int32=M count:int32=1", "chosen bounds positions rows cu_rows",
-        "kept kept_positions cu_seqlens decided asked cu_decided place count", "size?:n most?:n", whole="S B T M size most",
+        "kept kept_positions cu_seqlens decided asked cu_decided place count", "size?:n most?:n partly?:b", whole="S B T M size most",
         rules=(("at most", "size", "S"),),
+    ),
+    "reuse_requests": _Operator(
+        f"{_TABLE} row:int64=B kept_row:int64=B prefix:int32=B refreshed:int32=B", "table row", "kept_row prefix refreshed",
+        "own:n steps?:n", whole="S B", rules=(*_OWN, ("at most", "0", "steps")),
     ),
     "rms_norm": _Operator("x:a=*T,D weight=D y:a=*T,D", "x weight", "y", "eps:x", "4*T*D", inplace="y/x"),
     "rotary": _Operator(
@@ -305,6 +323,12 @@ _NOTATION: Final = {
         "score:float32=M", "maximum second logsumexp entropy sample_logit keys?", "score", "kind:s", "4*M", "M",
     ),
     "row_stats": _Operator(f"logits=C,*V {_STATISTICS}", "logits", _STATISTIC_NAMES, flops="6*C*V"),
+    "select_requests": _Operator(
+        f"{_TABLE} row:int64=B seen:int32=B cu_seqlens:int32=B+1 positions:int32=T owner:int64=B captured:int32=B "
+        "candidates:int32=B seen_exactly:int32=B seen_sparsely:int32=B cu_keys:int32=B+1 votes:uint8=T",
+        "table row seen cu_seqlens positions", "owner captured candidates seen_exactly seen_sparsely cu_keys votes",
+        "own:n carried?:b answer?:b", whole="S B T", rules=_OWN,
+    ),
     "selected_attention": _Operator(
         "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 selected:int32=S,W owner:int64=B captured:int32=B seen:int32=B "
         "cu_seqlens:int32=B+1 positions:int32=T y:a=T,Q",

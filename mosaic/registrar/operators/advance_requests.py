@@ -7,7 +7,10 @@ Operands are those of `place_requests`, with canvas[R] after the decisions of th
   first open position is final. If a final token of the answer is one of STOP, or all of the answer is final, the
   request has ENDED. Otherwise, where nothing is open, the next block begins, and of windows by blocks BEFORE is the block.
 
-report[i] has the columns `mosaic.registrar.request_table.Reported`; its row is -1 beyond the last window.
+A window without tokens, behind all others, was not computed: its request stays as it is, but that the turn in which it was
+served counts B - i less, so that it comes before those who were, and in the order in which it has waited.
+
+report[i] has the columns `mosaic.registrar.request_table.Reported`; its row is -1 beyond the last window that was computed.
 """
 
 from mosaic.registrar.kernels import kernels_of

@@ -6,10 +6,11 @@ listed[b] lists n of them, as in `token_importance`. `status` of a row: 0, it ca
 been processed in this block; 2, it is masked and has not. Rows that can be evicted lie in the block. Let M be those of
 b, and D of a row the sum over KV heads of after - before at its position. These rows are kept:
 
-- History. decoded[b] is the number of tokens that the previous step decoded, -1 if there is none that counts. owner[b]
-  is the row of `state` [E, 2] with a sum and a count, which -1 sets to 0. Otherwise the step is counted: `history`
-  "cumulative" counts each step, "block" each step that decoded tokens, and with "ema" the sum is an average: the first
-  number, then (1 - weight) * average + weight * decoded. The average N is 1 if nothing was counted, and at least 1.
+- History. decoded[b] is the number of tokens that the previous step decoded, -1 if there is none that counts, and -2 if
+  it is counted already. The row owner[b] of `state` [E, 4] begins with a sum and a count, which -1 sets to 0 and -2
+  leaves as they are. Otherwise the step is counted: `history` "cumulative" counts each step, "block" each step that
+  decoded tokens, and with "ema" the sum is an average: the first number, then (1 - weight) * average + weight * decoded.
+  The average N is 1 if nothing was counted, and at least 1.
 - Budget. The least integer K >= alpha * N; alpha * N within a relative 2^-20 above an integer counts as that integer.
 - Candidates. With `threshold` "deviation" (equation 5) the rows of M with D >= sqrt(sum of D^2 over the listed
   positions / n): their mean D is 0. With "mean" (E.2.2) the rows with D >= mean + population deviation, both over M.
@@ -67,7 +68,7 @@ OPERATOR = Operator(
     name="evict_tokens",
     operands="""
         before@#:f32[B, K, P] after@#:f32[B, K, P] listed@#:i32[B, P] first@:i32[B] progress@:i32[B] status@:u8[T]
-        positions@:i32[T] cu_seqlens@:i32[B+1] decoded@:i32[B] owner@:i64[B] state!@:f32[E, 2] ranks?@#:f32[B, P]
+        positions@:i32[T] cu_seqlens@:i32[B+1] decoded@:i32[B] owner@:i64[B] state!@:f32[E, 4] ranks?@#:f32[B, P]
         -> rows:i64[T] bounds:i32[B+1] total:i64[1] seen:i32[B]
     """,
     attrs="alpha history threshold placeholders weight=0.0 keep=0 rank='importance'",

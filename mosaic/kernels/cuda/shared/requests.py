@@ -6,7 +6,7 @@ from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.registrar import request_table
 from mosaic.registrar.request_table import COLUMNS, Column
 
-__all__ = ["C", "alone", "closes", "float_of", "key_of", "mixed", "quota_of", "wants"]
+__all__ = ["C", "alone", "closes", "float_of", "key_of", "mark_of", "mixed", "quota_of", "wants"]
 
 C = tl.constexpr(COLUMNS)
 STATE, EXTENTS, PREFIX, LENGTH, BLOCK = (
@@ -59,6 +59,13 @@ def alone(line, known):
 
 
 @triton.jit
+def mark_of(line, known):
+    """Whether the next step of a request's block has its bit in MARKS."""
+    number = tl.load(line + NUMBER, mask=known, other=0)
+    return (tl.load(line + MARKS, mask=known, other=0) >> tl.minimum(number, MARKED_STEPS)) & 1 != 0
+
+
+@triton.jit
 def wants(line, known, group, marked):
     """Of rows of the table, in a step of a group, marked or not: who decides, who reads its prompt, the window, the keys it sees,
     rows, extents, span and turn."""
@@ -66,11 +73,9 @@ def wants(line, known, group, marked):
     written, prefix = tl.load(line + WRITTEN, mask=known, other=0), tl.load(line + PREFIX, mask=known, other=0)
     start, length = tl.load(line + START, mask=known, other=0), tl.load(line + LENGTH, mask=known, other=0)
     block, window = tl.load(line + BLOCK, mask=known, other=1), tl.load(line + WINDOW, mask=known, other=0)
-    number, span = tl.load(line + NUMBER, mask=known, other=0), tl.load(line + SPAN, mask=known, other=1)
-    bit = (tl.load(line + MARKS, mask=known, other=0) >> tl.minimum(number, MARKED_STEPS)) & 1
-    mine = (tl.load(line + GROUP, mask=known, other=0) == group) & ((bit == 0) | (marked != 0))
+    span = tl.maximum(tl.load(line + SPAN, mask=known, other=1), 1)  # rows of nobody have none
+    mine = (tl.load(line + GROUP, mask=known, other=0) == group) & ((mark_of(line, known) == 0) | (marked != 0))
     fills, closing, wide = written < prefix, closes(line, known), tl.load(line + WIDE, mask=known, other=0) != 0
-    span = tl.maximum(span, 1)  # rows of nobody have none
     span_start = start - start % span
     span_end = tl.minimum(span_start + span, length)
     begin = tl.where(wide, span_start, start) - tl.load(line + BEFORE, mask=known, other=0)

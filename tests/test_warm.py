@@ -1,0 +1,71 @@
+"""Warm sessions: what was planned and bound before requests came serves them all, and no page moves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from test_request_table import CONFIGS, prompt_of
+
+import mosaic
+from mosaic.decoding import GenerationConfig, Session
+from mosaic.planner.planner import Planner
+from mosaic.runtime.executor import Executor
+
+GREEDY = GenerationConfig(gen_length=8, stop_at_eos=False)
+DRAWN = GenerationConfig(gen_length=8, stop_at_eos=False, temperature=0.8, top_p=0.9)
+
+
+@contextmanager
+def counted(patch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """How many plans are made, and executors bound, inside the block."""
+    found = {"plans": 0, "executors": 0}
+    plan, bind = Planner.plan, Executor.__init__
+
+    def planning(*args: Any, **options: Any) -> Any:
+        found["plans"] += 1
+        return plan(*args, **options)
+
+    def binding(*args: Any, **options: Any) -> None:
+        found["executors"] += 1
+        bind(*args, **options)
+
+    with patch.context() as inner:
+        inner.setattr(Planner, "plan", planning)
+        inner.setattr(Executor, "__init__", binding)
+        yield found
+
+
+def come_and_go(session: Session, rng: random.Random, count: int, most: int, tokens: int) -> None:
+    """Random requests of at most so many positions, some of which are cancelled."""
+    while count or session.live:
+        while count and len(session.live) < most and rng.random() < 0.6:
+            config = rng.choice([GREEDY, DRAWN])
+            length = rng.randrange(1, tokens - config.gen_length)
+            session.submit(prompt_of(length), config, steps=rng.randint(1, 4))
+            count -= 1
+        if session.live and rng.random() < 0.1:
+            session.cancel(rng.choice(session.live))
+        session.advance()
+
+
+@pytest.mark.parametrize(("family", "count"), [
+    ("sdar", 24), pytest.param("sdar", 400, marks=pytest.mark.soak), pytest.param("llada2", 400, marks=pytest.mark.soak),
+])  # fmt: skip
+def test_a_warm_session_plans_nothing_and_maps_nothing(
+    family: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it was idle in between."""
+    rng, said = random.Random(family), list[str]()
+    with mosaic.compile(CONFIGS[family], seed=3) as model, model.session(max_num_batched_tokens=64) as session:
+        assert session.warm([GREEDY, DRAWN], requests=8, tokens=64, progress=said.append) == 8
+        assert said[0].startswith(f"step 1 of {len(said)}: ") and model.state_rows == {}
+        pages = model.workspace.changes()
+        with counted(monkeypatch) as made:
+            for part in (count // 4, count - count // 4):
+                come_and_go(session, rng, part, most=8, tokens=64)
+        assert made == {"plans": 0, "executors": 0}
+        assert model.workspace.changes() == pages
