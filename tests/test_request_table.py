@@ -22,7 +22,16 @@ from test_session_turns import Shown, ShownAsDraft
 from torch import Tensor
 
 import mosaic
-from mosaic.decoding import Algorithm, GenerationConfig, LiveRequest, Session, Step, Submission, block_diffusion
+from mosaic.decoding import (
+    Algorithm,
+    GenerationConfig,
+    LiveRequest,
+    Session,
+    Step,
+    Submission,
+    block_diffusion,
+    fast_dllm_v2,
+)
 from mosaic.decoding.config import ALGORITHMS
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.models import load
@@ -47,9 +56,14 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "model_type": "llada", "d_model": 32, "n_layers": 1, "n_heads": 2, "mlp_hidden_size": 48, "embedding_size": 64,
         "mask_token_id": MASK, "eos_token_id": 5, "torch_dtype": "float32", "max_sequence_length": 8192,
     },
+    "fast-dllm-v2": {**_SIZES, "model_type": "Fast_dLLM_Qwen", "bd_size": 8},
+    "dream": {**_SIZES, "model_type": "Dream"},
 }  # fmt: skip
 USERS_OWN: Any = Algorithm(
     name="mine", decode=block_diffusion.decode, shapes=block_diffusion.shapes, traits=ALGORITHMS["llada2"]
+)
+OWN_V2: Any = Algorithm(
+    name="mine", decode=fast_dllm_v2.decode, shapes=fast_dllm_v2.shapes, traits=ALGORITHMS["fast-dllm-v2"]
 )
 
 
@@ -84,14 +98,22 @@ def drawn(rng: random.Random, family: str, longest: int) -> dict[str, Any]:
         "gen_length": round(longest ** rng.random()), "seed": rng.randrange(5), "stop_at_eos": rng.random() < 0.6,
         "temperature": rng.choice([0, 0, 0.7, 1.0, 1.3]),
     }  # fmt: skip
-    if family == "llada":
+    if family == "fast-dllm-v2":
+        ways = rng.choice([{}, {"cache": "dual"}, {"cache": "dual"}, {"algorithm": OWN_V2, "block_length": 8}])
+        return config | ways | {
+            "small_block_length": rng.choice([2, 4, 8]),
+            "threshold": rng.choice([0.02, 0.03, 0.5]), "top_p": rng.choice([None, 0.8]),
+        }  # fmt: skip
+    if family in ("llada", "dream"):
         block = config["block_length"] = rng.choice([4, 8])
         config["gen_length"] = -(-config["gen_length"] // block) * block
         config["cache"] = rng.choice(["dual", "prefix", "dual", "prefix", None])
         if rng.random() < 0.5:
             config |= {"algorithm": "fast-dllm", "threshold": rng.choice([0.02, 0.03, 0.5])}
         else:
-            config["steps"] = config["gen_length"] // block * rng.choice([1, 2, block])
+            config |= {"algorithm": "llada", "steps": config["gen_length"] // block * rng.choice([1, 2, block])}
+        if family == "dream" and config["algorithm"] == "fast-dllm":
+            config["top_p"] = rng.choice([None, 0.8])
         return config
     if family == "sdar":
         config["remasking"] = rng.choice(["low_confidence_static", "low_confidence_dynamic", "sequential"])

@@ -50,7 +50,7 @@ def table_row(config: GenerationConfig, architecture: Architecture, prompt_len: 
     """
     describe = algorithm_of(config).row
     waits = config.ahead is not None and config.remasking != "sequential" and config.eviction is None
-    ranged = bool(architecture.windows) or architecture.rotary.kind == "dynamic" or architecture.shifted
+    ranged = bool(architecture.windows) or architecture.rotary.kind == "dynamic"
     if describe is None or waits or ranged or len(architecture.eos_token_ids) > STOPS:
         return None
     found = describe(config, architecture, prompt_len)
@@ -63,8 +63,9 @@ def _with_policies(row: TableRow, config: GenerationConfig, architecture: Archit
     step = BlockStep(
         start=row.start, end=end, number=0, steps=config.steps or row.block, window=(row.start, end), prefix=row.prefix
     )
+    by_blocks = row.window == BY_BLOCKS and not row.shifted  # there a step that writes a block attends exactly
     for policy in policies_of(config, architecture, row.length):
-        found = policy.of_table(phase, step) if row.window == BY_BLOCKS else None
+        found = policy.of_table(phase, step) if by_blocks else None
         if found is None:
             return None
         phase, marks = found[0], marks | found[1]

@@ -97,7 +97,7 @@ class Tabled(Windows):
         supplied["current"] = partial(_read, step, placed["decided_rows"], "current", OPEN)
         supplied |= _draws(step, served, found)
         given = _Given(found | {REQUESTS.name: table, CANVAS.name: canvas, "served": served, "begins": begins})
-        given.seen = sees["seen"]
+        given.seen = keys
         for part in step.phase.parts:
             supplied |= part.of_table(step, given)
         return supplied
