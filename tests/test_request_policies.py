@@ -7,7 +7,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from test_request_table import CONFIGS, Asked, Caller, asked_for, check_tokens, come_and_go, drawn, finish, prompt_of, start
+from test_request_table import (
+    CONFIGS,
+    Asked,
+    Caller,
+    asked_for,
+    check_tokens,
+    come_and_go,
+    drawn,
+    finish,
+    prompt_of,
+    start,
+)
 
 import mosaic
 from mosaic.decoding import GenerationConfig
@@ -41,7 +52,9 @@ def models() -> Iterator[dict[str, CompiledModel]]:
 def with_policies(rng: random.Random, family: str, longest: int, kinds: Sequence[str]) -> GenerationConfig:
     """Random options; most requests have a policy, some of them as generators."""
     config = {name: value for name, value in drawn(rng, family, longest).items() if name in OPTIONS}
-    policy: dict[str, Any] = rng.choice([{"attention": rng.choice(kinds)}] * 5 + [{}, {"attention": rng.choice(GENERATORS)}])
+    policy: dict[str, Any] = rng.choice(
+        [{"attention": rng.choice(kinds)}] * 5 + [{}, {"attention": rng.choice(GENERATORS)}]
+    )
     evicts = config.get("remasking") != "sequential" and "flashblock" not in policy.get("attention", "")
     return GenerationConfig(**config, **policy, eviction="focus" if evicts and rng.random() < 0.3 else None)
 

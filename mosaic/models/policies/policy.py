@@ -172,8 +172,8 @@ class Policy:
         return phase
 
     def of_table(self, phase: Phase, step: BlockStep) -> tuple[Phase, int] | None:
-        """Return the phase of the steps of a table's requests, and the bits of the steps of a block that it marks (`Column.MARKS`), by
-        the first step of one; None: they cannot have the policy."""
+        """Return the phase of the steps of a table's requests, and the bits of the steps of a block that it marks (`Column.MARKS`),
+        by the first step of one; None: they cannot have the policy."""
         return (self.phase(phase, step), 0) if self.tabled else None
 
     def tell(self, step: BlockStep, request: Any) -> None:
@@ -193,7 +193,8 @@ def with_parts(phase: Phase, **parts: Any) -> Phase:
 
 
 def marks_of(marked: Callable[[int], bool], block: int) -> int | None:
-    """Return the bits of the marked steps of a block; None if its steps are too many, and the last bit does not stand for all of them.
+    """Return the bits of the marked steps of a block; None if its steps are too many, and the last bit does not stand for all of
+    them.
 
     >>> bin(marks_of(lambda step: step % 3 == 0, 8)), marks_of(lambda step: step % 3 == 0, 128)
     ('0b1001001', None)
