@@ -35,15 +35,32 @@ WIDTH = 256  # float32 columns of a row: four rows to a page
 NAMES = ("kv", "summary")
 
 
+def handed_out(taken: set[int], count: int, *, together: bool = False) -> list[int]:
+    """The rows that an owner gets by definition: of the smallest hole that holds all, the first of several, or else of the largest
+    holes, one after the other; none of these if all have to lie side by side. Then those at the end."""
+    found, taken = list[int](), set(taken)
+    end = max(taken, default=-1) + 1
+    while len(found) < count:
+        more, free = count - len(found), [row for row in range(end) if row not in taken]
+        holes = [
+            [row for row in free if row - free.index(row) == at] for at in {row - free.index(row): 0 for row in free}
+        ]
+        whole = [hole for hole in holes if len(hole) >= more]
+        split = [] if together else sorted(holes, key=len, reverse=True)
+        hole = min(whole, key=len) if whole else [*split, [*range(end, end + more)]][0]
+        found += hole[:more]
+        taken.update(hole[:more])
+    return found
+
+
 class PlainTable:
-    """The same by lists of rows: an owner gets the lowest free rows."""
+    """The same by lists of rows."""
 
     def __init__(self) -> None:
         self.owned: dict[int, list[int]] = {}
 
-    def lowest(self, count: int) -> list[int]:
-        taken = {row for rows in self.owned.values() for row in rows}
-        return [row for row in range(len(taken) + count) if row not in taken][:count]
+    def handed_out(self, count: int, *, together: bool = False) -> list[int]:
+        return handed_out({row for rows in self.owned.values() for row in rows}, count, together=together)
 
     @property
     def rows(self) -> int:
@@ -59,7 +76,7 @@ def change(rng: random.Random, opened: dict[int, OwnedRows], plain: PlainTable, 
         case "grow":
             count = rng.randint(0, 40)
             owned.reserve(count)
-            mine += plain.lowest(count - len(mine)) if count > len(mine) else []
+            mine += plain.handed_out(count - len(mine)) if count > len(mine) else []
         case "close":
             owned.close()
             mine.clear()
@@ -114,7 +131,7 @@ class PlainExtents:
     def grow(self, key: int, count: int) -> None:
         taken, mine = self.taken, self.owned.setdefault(key, [])
         more = max(count - len(mine), 0)
-        for row in [row for row in range(len(taken) + more) if row not in taken][:more]:
+        for row in handed_out(taken, more):
             if not self.extents or row != self.extents[-1][-1] + 1 or not mine or mine[-1][1] != len(self.extents) - 1:
                 self.extents.append([])
             self.extents[-1].append(row)
@@ -154,8 +171,7 @@ def test_extents_go_back_whole() -> None:
 
 
 def test_rows_that_are_handed_out_at_once_lie_side_by_side() -> None:
-    """In the first hole that holds all of them, else at the end. As many rows as `room` says are enough, and no fewer are where
-    no hole holds any."""
+    """In a hole that holds all of them, else at the end. As many rows as `room` says are enough, and no fewer where no hole is."""
     reused = 0
     for seed in range(30):
         rng, table = random.Random(seed), RowTable("canvas", together=True)
@@ -169,11 +185,10 @@ def test_rows_that_are_handed_out_at_once_lie_side_by_side() -> None:
             for key, count in zip(keys, counts, strict=True):
                 mine = plain.owned[key]
                 if grows:
-                    taken = {row for rows in plain.owned.values() for row in rows}
-                    first = next(at for at in range(plain.rows + 1) if taken.isdisjoint(range(at, at + count)))
+                    rows = plain.handed_out(count, together=True)
                     opened[key].reserve(len(mine) + count)
-                    in_holes += count > 0 and first < before
-                    mine += range(first, first + count)
+                    in_holes += count > 0 and rows[0] < before
+                    mine += rows
                 else:
                     start = rng.randint(0, len(mine))
                     end = rng.choice([None, rng.randint(start, len(mine))])

@@ -197,12 +197,18 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     of_rows = {"row": packed["row"], "cu_rows": bounds["cu_rows"], "decided_rows": some, "keys": some, "cuts": cuts}
     yield "draw_requests", {**table, **of_rows, **limits}
     own = {"own": 25, "row": packed["row"], **table}
-    some_of = {"seen": sequences, "cu_seqlens": bounds["cu_seqlens"], "positions": placed["positions"], "owner": packed["row"]}
+    some_of = {
+        "seen": sequences,
+        "cu_seqlens": bounds["cu_seqlens"],
+        "positions": placed["positions"],
+        "owner": packed["row"],
+    }
     some_of |= dict.fromkeys(("captured", "candidates", "seen_exactly", "seen_sparsely"), sequences)
     for way in ({"carried": True}, {"answer": True}):
         yield "select_requests", {**own, **some_of, "cu_keys": bounds["cu_rows"], "votes": cuts, **way}
     for steps in (0, 4):
-        yield "reuse_requests", {**own, **dict.fromkeys(("prefix", "refreshed"), sequences), "kept_row": packed["row"], "steps": steps}
+        each = dict.fromkeys(("prefix", "refreshed"), sequences)
+        yield "reuse_requests", {**own, **each, "kept_row": packed["row"], "steps": steps}
     del packed["cu_extents"]
     yield (
         "advance_requests",

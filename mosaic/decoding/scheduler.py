@@ -18,12 +18,12 @@ import numpy as np
 
 from mosaic.decoding.rows import ALL, demand_of
 from mosaic.decoding.tabled import ServedSteps
-from mosaic.kernels.shared.requests import bits, quotas, wanted
+from mosaic.kernels.shared.requests import bits, closes, quotas, wanted
 from mosaic.models.parts import KEPT, REQUESTS, CachePolicy, Cut
 from mosaic.models.phase import Phase, shared_phase
 from mosaic.models.policies.policy import with_parts
 from mosaic.models.step import StepSize, bucket
-from mosaic.registrar.request_table import BY_BLOCKS, ENDED, Column, Reported
+from mosaic.registrar.request_table import CANVAS_LONG, ENDED, OPEN_ONES, WHOLE, Column, Reported
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.request_table import Room
 
@@ -43,7 +43,7 @@ DELAY_MS: Final = 50.0
 SHARES: Final = 8
 """Rungs between a number of blocks and twice as many."""
 FORESEEN_EXTENTS: Final = 4
-"""Extents of keys that warm steps have room for, for each request: random requests that come and go have two on average."""
+"""Extents of keys that warm steps have room for, for each request: of 64 to 256 random requests that come and go, 3.5 at most."""
 _NEVER: Final = bits(ALL)
 AHEAD: Final = 2
 """Steps that are launched before the first of them is read, on a device."""
@@ -185,7 +185,7 @@ class Scheduler:
         group, phase = self.group_of(row), row.phase
         found = [_Kind(group, phase, row.most_tokens, row.block)]
         if group and row.prefix:
-            found.append(_Kind(0, replace(phase, cache=KEPT, cut=None), row.block, row.block))
+            found.append(_Kind(0, replace(phase, cache=KEPT, cut=None), row.span, row.block))
         return found
 
     def add(self, request: TabledRequest) -> None:
@@ -285,9 +285,11 @@ class Scheduler:
 
     def _grow(self) -> bool:
         """Make the table larger for those who wait, if all that was admitted to any session fits beside it then."""
-        table = self._table
-        sizes = self._runner.sharing().beside([self.sizes((), {})])
-        if not self._runner.admits(sizes, more={REQUESTS: 3 * len(table.columns)}) or not table.grow():
+        table, shared = self._table, self._runner.sharing()
+        rows, generators = {REQUESTS: 3 * len(table.columns)}, shared.beside([], rows=True)
+        if generators and not self._runner.admits(generators, more=rows):
+            return False
+        if not all(other.admits((), rows) for other in shared.tables) or not table.grow():
             return False
         more = len(table.columns) - len(self._live)
         self._requests = np.concatenate([self._requests, np.full(more, None, dtype=object)])
@@ -329,18 +331,19 @@ def _go_on(columns: NDArray[np.int64], step: Launched, usual: int) -> None:
     fills = order[(asks & asked.fills)[order]]
     before = np.cumsum(length[fills]) - length[fills]
     given = np.clip(step.room.tokens - used - before, 0, length[fills])
-    column[Column.WRITTEN, fills] += given // column[Column.BLOCK, fills] * column[Column.BLOCK, fills]
+    column[Column.WRITTEN, fills] += given // column[Column.SPAN, fills] * column[Column.SPAN, fills]
     least = quotas(columns[served])
-    exactly = (column[Column.THRESHOLD, served] == _NEVER) | (column[Column.IN_ORDER, served] != 0)
+    exactly = (column[Column.THRESHOLD, served] == _NEVER) | (column[Column.DECIDES, served] != OPEN_ONES)
     column[Column.SERVED, served] = column[Column.SERVED].max(initial=0) + 1
-    column[Column.OPEN, served] -= np.where(exactly, least, np.maximum(least, usual))
-    column[Column.NUMBER, served] += 1
+    column[Column.OPEN, served] -= np.minimum(np.where(exactly, least, np.maximum(least, usual)), asked.rows[served])
+    column[Column.NUMBER, served] += ~closes(columns[served])
     column[Column.BEFORE, served] = 0
     done = served[column[Column.OPEN, served] <= 0]
-    block = column[Column.BLOCK, done]
-    column[Column.START, done] += block
-    column[Column.NUMBER, done], column[Column.OPEN, done] = 0, block
-    column[Column.BEFORE, done] = np.where(column[Column.WINDOW, done] == BY_BLOCKS, block, 0)
+    column[Column.START, done] += column[Column.BLOCK, done]
+    column[Column.OPEN, done], span = column[Column.BLOCK, done], column[Column.SPAN, done]
+    column[Column.BEFORE, done] = np.where(column[Column.START, done] % span, 0, span)
+    column[Column.NUMBER, done[(column[Column.BEFORE, done] > 0) | (span == CANVAS_LONG)]] = 0
+    column[Column.WIDE, served] = (column[Column.WINDOW, served] == WHOLE) | (column[Column.NUMBER, served] == 0)
     column[Column.STATE, done[column[Column.START, done] >= column[Column.END, done]]] = ENDED
 
 

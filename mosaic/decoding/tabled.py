@@ -63,6 +63,8 @@ class TabledRequest(LiveRequest):
         """Take the rows of all states, and a row of the table if one is free."""
         try:
             self._canvas.reserve()
+            held, keys = (cast("OwnedRows", self._canvas.rows_of(state)) for state in (HELD_EXTENTS, KV))
+            held.drop(len(keys.extents))  # it was admitted for as many as there might have been
             self.enter()
         except BaseException:
             self.end("failed")
@@ -84,10 +86,7 @@ class TabledRequest(LiveRequest):
         np.equal(tokens, OPEN, out=canvas.mask_array)
         np.copyto(canvas.token_array, np.where(canvas.mask_array, canvas.architecture.mask_token_id, tokens))
         np.copyto(canvas.confidence_array, self._table.confidence[mine])
-        canvas.step, canvas.block = (
-            int(column[Column.STEP]),
-            (int(column[Column.START]) - self.row.start) // self.row.block,
-        )
+        canvas.step, canvas.block = int(column[Column.STEP]), self.row.number_of(int(column[Column.START]))
         self.steps = int(self._table.steps[self.place])
 
     def tell(self, step: Step) -> None:
@@ -159,7 +158,7 @@ class ServedSteps(Sequence[Step]):
         return Step(
             request=request.number,
             step=int(served.steps[place]),
-            block=(int(line[Reported.START]) - row.start) // row.block,
+            block=row.number_of(int(line[Reported.START])),
             phase="denoise" if decides else "commit",
             masked=int(line[Reported.MASKED]),
             positions=torch.from_numpy(served.decided_rows[rows][taken] - int(served.canvas_rows[place])),

@@ -61,7 +61,7 @@ class Served:
     Parameters
     ----------
     report
-        int64 [B, 15], by the columns of `Reported`; row numbers count from the session's first.
+        int64 [B, 16], by the columns of `Reported`; row numbers count from the session's first.
     steps, canvas_rows
         int64 [B], how many steps have served each request so far, and its first row of the canvas.
     decided_rows, chosen, committed, score

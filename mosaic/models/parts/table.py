@@ -96,7 +96,8 @@ class Tabled(Windows):
         supplied["token_ids"] = partial(_read, step, placed["token_rows"], "tokens", step.arch.mask_token_id)
         supplied["current"] = partial(_read, step, placed["decided_rows"], "current", OPEN)
         supplied |= _draws(step, served, found)
-        given = found | {REQUESTS.name: table, CANVAS.name: canvas, "served": served, "begins": begins}
+        given = _Given(found | {REQUESTS.name: table, CANVAS.name: canvas, "served": served, "begins": begins})
+        given.seen = keys
         for part in step.phase.parts:
             supplied |= part.of_table(step, given)
         return supplied
@@ -118,6 +119,17 @@ class Tabled(Windows):
             "advance_requests", *(served[name] for name in ("requests", "canvas", "served", "begins", "cu_seqlens", "cu_rows")),
             committed, out=g.output("report", (served["served"].shape[0], WIDTH), "int64"), name="advance",
         )  # fmt: skip
+
+
+class _Given(dict[str, "Buffer"]):
+    """Buffers by name; `seen` is registered when a part asks for it."""
+
+    seen: Supply
+
+    def __missing__(self, name: str) -> Buffer:
+        if name != "seen":
+            raise KeyError(name)
+        return self.seen()
 
 
 def own_column(phase: Phase, state: State) -> int:
