@@ -25,6 +25,7 @@ from mosaic.models.policies.policy import with_parts
 from mosaic.models.step import StepSize, bucket
 from mosaic.registrar.request_table import CANVAS_LONG, ENDED, OPEN_ONES, WHOLE, Column, Reported
 from mosaic.runtime.interrupts import interrupts_held
+from mosaic.runtime.kept_counts import KeptOfRequests
 from mosaic.runtime.request_table import Room
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class Scheduler:
         self._warm: dict[_Kind, None] = {}
         self._groups: dict[tuple[CachePolicy, Cut | None], int] = {(KEPT, None): 0}
         self._turns: list[int] = [0]  # by group, the launch in which it had its last one
+        self._kept: dict[int, KeptOfRequests] = {}  # by group
         self._launches = self._deciding = self._decided = 0
         self._served: ServedSteps | None = None
         self.in_vain = 0
@@ -270,7 +272,12 @@ class Scheduler:
         marked = bool(asked.marked[decides].any())
         asking = partial(Room.of, _phase(kinds, marked=marked), int(asks.sum()))
         room = self._room(asking, least, most, rows, kinds, several=deciding > 0 and prompts > 0)
-        self._table.launch(room, group, marked=marked)
+        keeping = None
+        if room.phase.cut is not None:
+            kept = self._kept.setdefault(group, KeptOfRequests())
+            first = columns[decides, Column.NUMBER] == 0
+            keeping = kept.expect(length[decides], asked.rows[decides], first)
+        self._table.launch(room, group, marked=marked, keeping=keeping)
         self._launches += 1
         self._turns[group] = self._launches
         return True

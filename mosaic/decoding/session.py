@@ -289,7 +289,10 @@ class Session(ClosesOnExit):
         arch, tokens = self._runner.architecture, prompt.numel()
         row = None if self._table is None else table_row(config, arch, tokens)
         if row is not None and self._table is not None:
-            demand, asks = demand_of(row, self._table.holes), row.cut is not None and row.cut.expects  # whether a cut pays
+            demand, asks = (
+                demand_of(row, self._table.holes),
+                row.cut is not None and row.cut.expects,
+            )  # whether a cut pays
             largest = largest_steps(config, arch, tokens, submission.request_id or 0) if asks else []
             return _Described(submission, prompt, config, row.length, demand, largest, row)
         largest = largest_steps(config, arch, tokens, submission.request_id or 0)

@@ -226,8 +226,8 @@ class Engine:
 
     # --- running --------------------------------------------------------------------------------------------------
 
-    def run(self, step: PackedStep, config: Settings | None = None) -> Ran:
-        """Run a step.
+    def run(self, step: PackedStep, config: Settings | None = None, *, keeps: int | None = None) -> Ran:
+        """Run a step; one whose second graph is launched before its size is known is taken to keep `keeps` rows, if that is given.
 
         Raises
         ------
@@ -241,7 +241,7 @@ class Engine:
         if self.unsettled is not None:
             self.settle()
         self._graphs.begin()
-        return self._run(step, config) if step.size.bucketed is None else self._run_two(step, config)
+        return self._run(step, config) if step.size.bucketed is None else self._run_two(step, config, keeps)
 
     def rehearse(self, step: PackedStep) -> None:
         """Run a step that serves nobody, the second graph of a cut one at every size, until all graphs are bound and captured."""
@@ -340,7 +340,7 @@ class Engine:
 
     # --- steps of two graphs --------------------------------------------------------------------------------------
 
-    def _run_two(self, step: PackedStep, config: Settings | None) -> Ran:
+    def _run_two(self, step: PackedStep, config: Settings | None, keeps: int | None) -> Ran:
         """Run the first graph, and the second at the size that the first computed or that was guessed."""
         size, buckets = step.size, step.buckets
         how = size.bucketed
@@ -348,11 +348,13 @@ class Engine:
         self._planned.find((self.plans.planner, step.key, repr(config)), partial(self._require_all, size, config))
         found = self._run(step.graph(), config)
         if isinstance(size, StepSize) and size.guesses:
-            expected = self._counts.expected(size.phase, size.tokens)
+            expected = self._counts.expected(size.phase, size.tokens) if keeps is None else keeps
             least = buckets[-1] if expected is None else max(expected, size.least_kept)
             kept = next((kept for kept in buckets if kept >= least), buckets[-1])
-            again = partial(self._again, size, step, config, kept)
-            return self._run(step.graph(kept), config)._replace(again=again)
+            ran = self._run(step.graph(kept), config)
+            if size.phase.tokens.alone:  # requests of a table wait for a later step instead
+                return ran
+            return ran._replace(again=partial(self._again, size, step, config, kept))
         if isinstance(size, StepSize) and buckets[0] >= size.tokens:  # the only bucket holds all rows
             return self._run(step.graph(buckets[0]), config)
         if config is None and step.key in self._last_kept:
@@ -383,12 +385,11 @@ class Engine:
         return True
 
     def _again(self, size: StepSize, step: PackedStep, config: Settings | None, kept: int, count: int) -> Ran | None:
-        """Run the second graph again if more rows are kept than it ran for: one that was too small changes nothing. Requests of a
-        table wait for a later step instead."""
+        """Run the second graph again if more rows are kept than it ran for: one that was too small changes nothing."""
         how = step.size.bucketed
         assert how is not None
         self._counts.note(size.phase, count, size.tokens)
-        if count <= kept or size.phase.tokens.alone:
+        if count <= kept:
             return None
         enough = how.bucket(count, step.buckets)
         _log.debug("%s rows are kept: the second graph ran for %s and runs again for %s", count, kept, enough)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 RATE = 0.125
 """The weight of the latest step in the running averages."""
+LONGEST = 4096
+"""A bound of what a request keeps of a block."""
 SPREAD = 2.0
 """Mean deviations above the mean that a guess leaves room for."""
 
@@ -41,3 +47,44 @@ class KeptCounts:
             return None
         mean, deviation = self._shares[kind]
         return min(ceil((mean + SPREAD * deviation) * tokens - 1e-6), tokens)
+
+
+class Keeping(NamedTuple):
+    """How many rows a step is expected to keep, and a function to be told how many it has kept."""
+
+    expected: int
+    note: Callable[[int], None]
+
+
+class KeptOfRequests:
+    """What steps keep over requests of a table: all that is decided, and of the positions that are open some.
+
+    In the first step of a block a request keeps a share of them, in later ones a number: both are averages of earlier steps.
+
+    Examples
+    --------
+    >>> kept, later = KeptOfRequests(), np.array([False, False])
+    >>> kept.expect(np.array([8, 8]), np.array([5, 6]), later).note(9)
+    >>> kept.expect(np.array([8, 8]), np.array([2, 3]), later).expected
+    15
+    """
+
+    def __init__(self) -> None:
+        self._first, self._later = KeptCounts(), KeptCounts()
+
+    def expect(self, length: NDArray[np.int64], positions: NDArray[np.int64], first: NDArray[np.bool_]) -> Keeping:
+        """Return what a step keeps, by tokens and open positions of each request's window, and whose first step of a block it is."""
+        certain, count = int((length - positions).sum()), int((~first).sum())
+        begun, going = int(positions[first].sum()), int(positions[~first].sum())
+        likely = self._first.expected("", begun)
+        many = self._later.expected("", count * LONGEST)
+        kept_first = begun if likely is None else likely
+        expected = certain + kept_first + (going if many is None else min(many, going))
+
+        def note(kept: int) -> None:
+            if count:
+                self._later.note("", max(kept - certain - kept_first, 0), count * LONGEST)
+            elif begun:
+                self._first.note("", kept - certain, begun)
+
+        return Keeping(expected, note)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mosaic.runtime.engine import Engine, Ran
     from mosaic.runtime.executor import Executor
     from mosaic.runtime.host_copy import Arriving
+    from mosaic.runtime.kept_counts import Keeping
     from mosaic.runtime.state_rows import OwnedRows
 
 __all__ = ["ROWS", "Launched", "RequestTable", "Room", "Served"]
@@ -138,7 +139,8 @@ def decisions(tokens: int) -> list[int]:
 
 
 class Launched(NamedTuple):
-    """A step that was launched and not read: its results on their way, its room, whom it serves, what ran, and when it began."""
+    """A step that was launched and not read: its results on their way, its room, whom it serves, what ran, when it began, and what
+    a step that is cut was expected to keep."""
 
     arriving: Arriving
     room: Room
@@ -146,6 +148,7 @@ class Launched(NamedTuple):
     marked: bool
     ran: Ran
     started: float
+    keeping: Keeping | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,18 +361,19 @@ class RequestTable:
 
         return self._predicted.find(room, predict)
 
-    def launch(self, room: Room, group: int, *, marked: bool = False) -> None:
+    def launch(self, room: Room, group: int, *, marked: bool = False, keeping: Keeping | None = None) -> None:
         """Launch a step with this room, for whoever of a group it suffices for, of those who need a marked step only if it is one.
         After one that was interrupted, every step has been read."""
         started = perf_counter()
         if not self.is_sure:
             self._undo()
         self.is_sure = False
-        ran = self._engine.run(self._step(self.first, len(self.columns), group, marked, room))
+        step = self._step(self.first, len(self.columns), group, marked, room)
+        ran = self._engine.run(step, keeps=None if keeping is None else keeping.expected)
         with interrupts_held():
             arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS if name in ran.outputs])
             self._sides.reverse()
-            self.launched.append(Launched(arriving, room, group, marked, ran, started))
+            self.launched.append(Launched(arriving, room, group, marked, ran, started, keeping))
             self._count += 1
             self.is_sure = True
 
@@ -416,8 +420,8 @@ class RequestTable:
         """Take what the first step that was launched reports; the caller has waited for it, and holds signals back."""
         step = self.launched.popleft()
         report, *of_rows = (tensor.numpy() for tensor in step.arriving.wait())
-        if step.ran.again is not None:
-            step.ran.again(int(of_rows.pop().item()))  # the next step has room for as many rows
+        if step.keeping is not None:
+            step.keeping.note(int(of_rows.pop().item()))
         self._read += 1
         report = report[report[:, Reported.ROW] >= 0].copy()
         report[:, Reported.ROW] -= self.first
