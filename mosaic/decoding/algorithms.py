@@ -61,11 +61,10 @@ def table_row(config: GenerationConfig, architecture: Architecture, prompt_len: 
 
 def _with_policies(row: TableRow, config: GenerationConfig, architecture: Architecture) -> TableRow | None:
     """The same with the kind of step that its policies make, and the steps that they mark, if each of them is `Policy.tabled`."""
-    policies, end, steps = (
-        policies_of(config, architecture, row.length),
-        row.start + row.block,
-        config.steps or row.block,
-    )
+    policies = policies_of(config, architecture, row.length)
+    if not policies:
+        return row
+    end, steps = row.start + row.block, config.steps or row.block
     bits = [policy.marks(row.block, steps) if policy.tabled else None for policy in policies]
     marks = 0
     for mine in bits:

@@ -187,6 +187,7 @@ class RequestTable:
         self.columns = np.zeros((ROWS, COLUMNS), dtype=np.int64)
         self.steps = np.zeros(ROWS, dtype=np.int64)
         self.planned: frozenset[tuple[State, int]] = frozenset()
+        self._held = dict(self.planned)
         self.tokens, self.confidence = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
         self._free: list[int] = [*range(ROWS - 1, -1, -1)]  # the last is the next one
         self._leaving: deque[tuple[int, int]] = deque()  # rows, and the step before which they are not free
@@ -326,7 +327,7 @@ class RequestTable:
     def admits(self, room: Room, more: Mapping[State, int]) -> bool:
         """Return whether such a step fits the budget once `more` rows of states are taken."""
         states = self._engine.states_with(more)
-        if _within(states, dict(self.planned)) and self.fits(room):
+        if _within(states, self._held) and self.fits(room):
             return True
         return any(self.fits(room, found) for found in _roundings(states))
 
@@ -336,7 +337,7 @@ class RequestTable:
         If the `least` step does not fit beside them, or less than half is taken and the `wanted` one does not fit, steps go without
         what is not taken.
         """
-        states, before = self._engine.states_with(more), dict(self.planned)
+        states, before = self._engine.states_with(more), self._held
         emptier = 2 * sum(states.values()) < sum(before.values())
         if _within(states, before) and self.fits(wanted if emptier else least):
             return
@@ -344,6 +345,7 @@ class RequestTable:
         tried = [*([] if emptier else _roundings(most)), *_roundings(states)]
         fitting = (found for room in (wanted, least) for found in tried if self.fits(room, found))
         self.planned = next(fitting, tried[-1])
+        self._held = dict(self.planned)
 
     def rehearse(self, room: Room, group: int, *, marked: bool) -> None:
         """Plan, compile and capture a step, which serves nobody."""

@@ -134,7 +134,7 @@ class RowTable:
         return found
 
     def _hole(self, count: int) -> int | None:
-        """The number of the hole that `count` rows come into: the smallest that holds them, or else the largest, as far as it goes."""
+        """The number of the hole that `count` rows come into: the smallest that holds them, or else the largest."""
         sizes = [end - start for start, end in self._free]
         whole = [size for size in sizes if size >= count]
         if whole:
