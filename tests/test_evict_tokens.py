@@ -69,7 +69,9 @@ def drawn(seed: int, *, sequences: int = 0) -> Case:
     owned = rng.sample(range(count + 3), count)
     state = torch.full((count + 3, 4), math.nan)
     kind = rng.choice(HISTORIES)
-    state[owned] = torch.tensor([[rng.randint(0, 90), rng.choice([0, rng.randint(1, 60)]), 7, 9] for _ in owned], dtype=F32)
+    state[owned] = torch.tensor(
+        [[rng.randint(0, 90), rng.choice([0, rng.randint(1, 60)]), 7, 9] for _ in owned], dtype=F32
+    )
     state[owned, 0] *= state[owned, 1] > 0
     operands = {
         "before": importance[0], "after": importance[1], "listed": torch.tensor(listed, dtype=I32),

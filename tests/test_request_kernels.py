@@ -31,7 +31,7 @@ from mosaic.models.step import StepSize
 from mosaic.planner import Planner
 from mosaic.registrar.operators.advance_requests import WIDTH
 from mosaic.registrar.operators.read_canvas import OPEN
-from mosaic.registrar.request_table import COLUMNS, Column
+from mosaic.registrar.request_table import CANVAS_LONG, COLUMNS, Column
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
@@ -65,12 +65,16 @@ class Requests:
 
     def _request(self, tokens: list[int], extents: list[list[int]]) -> list[int]:
         rng, column = self.rng, [0] * COLUMNS
-        block, window = rng.choice([1, 4, 8]), rng.choice([0, 0, 1, 2])
+        block, window = rng.choice([1, 4, 8]), rng.choice([0, 0, 1, 2, 3])
+        shifted = rng.random() < 0.4
+        small = shifted and window in (1, 3) and rng.random() < 0.6
+        span = block * rng.choice([1, 4]) if small else CANVAS_LONG if window else block
         prompt = rng.randint(0 if window else 1, 5 * block)
-        prefix = 0 if window else prompt // block * block
-        start = prefix if not window else prompt
+        prefix = prompt // span * span
+        start = prompt // block * block if small else prompt if window else prefix
         blocks = rng.randint(1, 3)
         length = start + blocks * block
+        length += -length % span if small else 0
         at = rng.randrange(blocks)
         now, end = (
             start + at * block,
@@ -88,17 +92,18 @@ class Requests:
         column[Column.PROMPT], column[Column.END], column[Column.LENGTH] = prompt, end, length
         column[Column.PREFIX], column[Column.BLOCK], column[Column.WINDOW] = prefix, block, window
         column[Column.QUOTA], column[Column.MORE] = rng.randint(1, block), rng.randrange(3)
-        column[Column.IN_ORDER], column[Column.TOP_K], column[Column.CUTS] = (
-            rng.randrange(2),
+        column[Column.DECIDES], column[Column.TOP_K], column[Column.CUTS] = (
+            rng.randrange(3),
             rng.randrange(9),
             rng.randrange(2),
         )
+        column[Column.SPAN], column[Column.SHIFTED], column[Column.WIDE] = span, shifted, rng.randrange(2)
         column[Column.NOISE] = key_of(rng.randrange(2**64), rng.randrange(9))
         column[Column.STOP : Column.STOP + 4] = [rng.randrange(20), -1, rng.choice([-1, 5]), -1]
         for setting in (Column.THRESHOLD, Column.TEMPERATURE, Column.TOP_P):
             column[setting] = bits(rng.random())
         column[Column.WRITTEN], column[Column.START], column[Column.NUMBER] = min(written, prefix), now, number
-        column[Column.BEFORE] = block if at and not window and not number else 0
+        column[Column.BEFORE] = span if at and span < CANVAS_LONG and now % span == 0 and not number else 0
         column[Column.GROUP] = rng.choice([0, 0, 0, 2]) * self.groups
         column[Column.MARKS] = rng.choice([0, 0, 1, 4, 1 << 62]) * self.groups
         column[Column.OWN : Column.OWN + 4] = [rng.randrange(9) for _ in range(4)]

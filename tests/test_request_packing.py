@@ -20,6 +20,7 @@ from mosaic.registrar.operators.pack_requests import KEPT_SHARE, PATIENCE
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import (
     BY_BLOCKS,
+    CANVAS_LONG,
     COLUMNS,
     EOS,
     FROM_BLOCK,
@@ -100,7 +101,8 @@ class Clock:
             Column.STATE: RUNNING, Column.CANVAS: row * LONGEST, Column.EXTENT: 3 * row, Column.EXTENTS: rng.randint(1, 3),
             Column.PROMPT: prompt, Column.END: end, Column.LENGTH: length, Column.BLOCK: block, Column.WINDOW: self._window,
             Column.PREFIX: start if self._window == BY_BLOCKS else 0, Column.QUOTA: rng.randint(1, block),
-            Column.MORE: rng.randrange(3), Column.IN_ORDER: rng.randrange(2), Column.START: start,
+            Column.MORE: rng.randrange(3), Column.DECIDES: rng.randrange(2), Column.START: start, Column.WIDE: 1,
+            Column.SPAN: block if self._window == BY_BLOCKS else CANVAS_LONG,
             Column.OPEN: sum(token == OPEN for token in tokens[start : start + block]), Column.SERVED: self.latest + 1,
         }  # fmt: skip
         for name, value in given.items():

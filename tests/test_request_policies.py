@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from test_request_table import CONFIGS, Asked, Caller, asked_for, check_tokens, come_and_go, drawn, finish, prompt_of, start
+from test_request_table import (
+    CONFIGS,
+    Asked,
+    Caller,
+    asked_for,
+    check_tokens,
+    come_and_go,
+    drawn,
+    finish,
+    prompt_of,
+    start,
+)
 
 import mosaic
 from mosaic.decoding import GenerationConfig
@@ -23,6 +34,7 @@ TABLED = (
     "mage:k=4:voters=answer:statistic=worst", "exact-ends:k=4", "flashblock", "flashblock:reuse_steps=2", "mage+flashblock:k=4",
     "mage+flashblock:k=4:reuse_steps=3:every=2", "sparsed+flashblock:k=4:reuse_steps=2",
 )  # fmt: skip
+OPTIONS = ("gen_length", "seed", "stop_at_eos", "temperature", "steps", "threshold", "top_p", "top_k", "remasking")
 GENERATORS = ("oracle:k=4", "quest:k=32", "flashblock:reuse_change=0.1", "mage+flashblock:k=4:reuse_change=0.1")
 
 
@@ -37,28 +49,28 @@ def models() -> Iterator[dict[str, CompiledModel]]:
         assert not any(model.workspace.committed_bytes().values())
 
 
-def with_policies(rng: random.Random, family: str, longest: int) -> GenerationConfig:
-    """Random options; most requests have a policy, some of which are generators."""
-    config: dict[str, Any] = drawn(rng, family, longest)
-    config = {name: value for name, value in config.items() if name not in ("ahead", "block_cache", "algorithm")}
-    if family == "sdar":
-        config.setdefault("remasking", "low_confidence_dynamic")
-    return GenerationConfig(**config | rng.choice([{"attention": rng.choice(TABLED)}] * 5 + [
-        {}, {"attention": rng.choice(GENERATORS)}, {"eviction": "focus"},
-    ]))  # fmt: skip
+def with_policies(rng: random.Random, family: str, longest: int, kinds: Sequence[str]) -> GenerationConfig:
+    """Random options; most requests have a policy, some of them as generators."""
+    config = {name: value for name, value in drawn(rng, family, longest).items() if name in OPTIONS}
+    policy: dict[str, Any] = rng.choice(
+        [{"attention": rng.choice(kinds)}] * 5 + [{}, {"attention": rng.choice(GENERATORS)}]
+    )
+    evicts = config.get("remasking") != "sequential" and "flashblock" not in policy.get("attention", "")
+    return GenerationConfig(**config, **policy, eviction="focus" if evicts and rng.random() < 0.3 else None)
 
 
 @pytest.mark.parametrize(("family", "seed", "count", "longest"), [
-    pytest.param(family, seed, 40, 256 if seed % 4 else 1024, marks=pytest.mark.soak)
+    pytest.param(family, seed, 30, 256 if seed % 4 else 1024, marks=pytest.mark.soak)
     for family in DEEP
-    for seed in range(12)
+    for seed in range(8)
 ])  # fmt: skip
 def test_random_requests_with_policies_get_what_they_get_alone(
     models: dict[str, CompiledModel], family: str, seed: int, count: int, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(f"{family} {seed}")
+    half, kinds = longest // 2, rng.sample(TABLED, 4)
     asked = [
-        Asked(prompt_of(round((longest // 2) ** rng.random()), number), with_policies(rng, family, longest // 2), number)
+        Asked(prompt_of(round(half ** rng.random()), number), with_policies(rng, family, half, kinds), number)
         for number in range(count)
     ]
     caller = Caller(models[family], asked, monkeypatch)
@@ -66,3 +78,41 @@ def test_random_requests_with_policies_get_what_they_get_alone(
     for place in range(count):
         caller.check(place)
     assert len(caller.cancelled) < count // 2 and shared > steps // 16
+
+
+def test_a_step_serves_requests_that_select_and_others_that_do_not(
+    models: dict[str, CompiledModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One comes while the other is in the middle of a block; a third one attends exactly."""
+    asked = [
+        Asked(prompt_of(11, number), GenerationConfig(gen_length=9, stop_at_eos=False, **policy), number)
+        for number, policy in enumerate([{"attention": "mage:k=4"}, {}, {"attention": "mage:k=4"}])
+    ]
+    caller = Caller(models["sdar"], asked, monkeypatch)
+    with caller.model.session() as session:
+        start(caller, session, 0, 1)
+        session.advance(4)
+        start(caller, session, 2)
+        together = 0
+        while session.live:
+            together += len(session.advance()) == 2
+    check_tokens(caller, 0, 1, 2)
+    assert together > 3
+
+
+@pytest.mark.parametrize("attention", [*TABLED, *GENERATORS])
+def test_which_steps_of_a_block_a_table_marks(attention: str) -> None:
+    """Those that select, or of reuse alone those that refresh; unmarked steps refresh as well if one of them has to."""
+    arch = load("llada2-mini").architecture
+    config = resolve(GenerationConfig(attention=attention, gen_length=40), arch)
+    row, options = table_row(config, arch, 100), config.attention
+    if attention in GENERATORS:
+        assert row is None
+        return
+    assert row is not None and options is not None
+    selects, reuse = getattr(options, "selects_in", None), getattr(options, "reuse", options)
+    refreshed = [step for step in range(32) if reuse is not None and reuse.refreshes_in(step)]
+    marked = [step for step in range(32) if selects(step, 32)] if selects else refreshed
+    assert [step for step in range(63) if row.marks >> step & 1] == marked
+    if selects:
+        assert row.cache.selects is False and row.cache.refreshes == (not set(refreshed) <= set(marked))

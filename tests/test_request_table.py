@@ -22,7 +22,16 @@ from test_session_turns import Shown, ShownAsDraft
 from torch import Tensor
 
 import mosaic
-from mosaic.decoding import Algorithm, GenerationConfig, LiveRequest, Session, Step, Submission, block_diffusion
+from mosaic.decoding import (
+    Algorithm,
+    GenerationConfig,
+    LiveRequest,
+    Session,
+    Step,
+    Submission,
+    block_diffusion,
+    fast_dllm_v2,
+)
 from mosaic.decoding.config import ALGORITHMS
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.models import load
@@ -47,9 +56,14 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "model_type": "llada", "d_model": 32, "n_layers": 1, "n_heads": 2, "mlp_hidden_size": 48, "embedding_size": 64,
         "mask_token_id": MASK, "eos_token_id": 5, "torch_dtype": "float32", "max_sequence_length": 8192,
     },
+    "fast-dllm-v2": {**_SIZES, "model_type": "Fast_dLLM_Qwen", "bd_size": 8},
+    "dream": {**_SIZES, "model_type": "Dream"},
 }  # fmt: skip
 USERS_OWN: Any = Algorithm(
     name="mine", decode=block_diffusion.decode, shapes=block_diffusion.shapes, traits=ALGORITHMS["llada2"]
+)
+OWN_V2: Any = Algorithm(
+    name="mine", decode=fast_dllm_v2.decode, shapes=fast_dllm_v2.shapes, traits=ALGORITHMS["fast-dllm-v2"]
 )
 
 
@@ -84,14 +98,22 @@ def drawn(rng: random.Random, family: str, longest: int) -> dict[str, Any]:
         "gen_length": round(longest ** rng.random()), "seed": rng.randrange(5), "stop_at_eos": rng.random() < 0.6,
         "temperature": rng.choice([0, 0, 0.7, 1.0, 1.3]),
     }  # fmt: skip
-    if family == "llada":
+    if family == "fast-dllm-v2":
+        ways = rng.choice([{}, {"cache": "dual"}, {"cache": "dual"}, {"algorithm": OWN_V2, "block_length": 8}])
+        return config | ways | {
+            "small_block_length": rng.choice([2, 4, 8]),
+            "threshold": rng.choice([0.02, 0.03, 0.5]), "top_p": rng.choice([None, 0.8]),
+        }  # fmt: skip
+    if family in ("llada", "dream"):
         block = config["block_length"] = rng.choice([4, 8])
         config["gen_length"] = -(-config["gen_length"] // block) * block
         config["cache"] = rng.choice(["dual", "prefix", "dual", "prefix", None])
         if rng.random() < 0.5:
             config |= {"algorithm": "fast-dllm", "threshold": rng.choice([0.02, 0.03, 0.5])}
         else:
-            config["steps"] = config["gen_length"] // block * rng.choice([1, 2, block])
+            config |= {"algorithm": "llada", "steps": config["gen_length"] // block * rng.choice([1, 2, block])}
+        if family == "dream" and config["algorithm"] == "fast-dllm":
+            config["top_p"] = rng.choice([None, 0.8])
         return config
     if family == "sdar":
         config["remasking"] = rng.choice(["low_confidence_static", "low_confidence_dynamic", "sequential"])
@@ -411,21 +433,26 @@ def test_prompts_come_in_chunks_that_a_step_has_room_for(models: dict[str, Compi
 
 
 def test_a_table_does_not_grow_into_the_room_of_generators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many requests as there is room for, every other one a generator, beside a table that is too small for its own."""
+    """As many requests as there is room for, half of them generators of another session, beside a table with too few rows."""
     monkeypatch.setattr("mosaic.runtime.request_table.ROWS", 4)
     one_step = StepSize(windows=(8,), rows=4)
     least = Planner(load(CONFIGS["sdar"]), device="cpu", host_budget=0).needed(one_step)
-    budget = least + 500 * KIB
-    with mosaic.compile(CONFIGS["sdar"], seed=3, host_budget=0, budget=budget) as model, model.session() as session:
-        config = GenerationConfig(gen_length=4, stop_at_eos=False)
-        both = [config, replace(config, block_cache="dc")]
-        asked = (Submission(prompt=prompt_of(40), config=config) for config in cycle(both))
-        for submission in asked:
-            if not session.admits(submission):
+    config = GenerationConfig(gen_length=4, stop_at_eos=False)
+    with (
+        mosaic.compile(CONFIGS["sdar"], seed=3, host_budget=0, budget=least + 500 * KIB) as model,
+        model.session() as tabled,
+        model.session() as generators,
+    ):
+        ways = cycle([(tabled, config), (generators, replace(config, algorithm=USERS_OWN))])
+        for session, way in ways:
+            asked = Submission(prompt=prompt_of(80), config=way)
+            if not session.admits(asked):
                 break
-            session.submit_all([submission])
-        assert len(session.live) > 40
-        session.advance(6)
+            session.submit_all([asked])
+        assert len(generators.live) > 15
+        for _ in range(4):
+            tabled.advance()
+            generators.advance()
 
 
 @pytest.mark.parametrize(("options", "message"), [

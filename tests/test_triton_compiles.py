@@ -197,19 +197,26 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     of_rows = {"row": packed["row"], "cu_rows": bounds["cu_rows"], "decided_rows": some, "keys": some, "cuts": cuts}
     yield "draw_requests", {**table, **of_rows, **limits}
     own = {"own": 25, "row": packed["row"], **table}
-    some_of = {"seen": sequences, "cu_seqlens": bounds["cu_seqlens"], "positions": placed["positions"], "owner": packed["row"]}
+    some_of = {
+        "seen": sequences,
+        "cu_seqlens": bounds["cu_seqlens"],
+        "positions": placed["positions"],
+        "owner": packed["row"],
+    }
     some_of |= dict.fromkeys(("captured", "candidates", "seen_exactly", "seen_sparsely"), sequences)
     for way in ({"carried": True}, {"answer": True}):
         yield "select_requests", {**own, **some_of, "cu_keys": bounds["cu_rows"], "votes": cuts, **way}
     for steps in (0, 4):
-        yield "reuse_requests", {**own, **dict.fromkeys(("prefix", "refreshed"), sequences), "kept_row": packed["row"], "steps": steps}
+        each = dict.fromkeys(("prefix", "refreshed"), sequences)
+        yield "reuse_requests", {**own, **each, "kept_row": packed["row"], "steps": steps}
     del packed["cu_extents"]
     yield (
         "advance_requests",
         {**table, **packed, "canvas": some, "committed": cuts, "report": empty(64, WIDTH, dtype=index)},
     )
-    history, each = {"state": empty(64, 4, dtype=wide), "own": 23, "processed": 0}, dict.fromkeys(("first", "progress"), sequences)
-    each |= {"decoded": sequences, "owner": packed["row"], "listed": empty(64, 32, dtype=torch.int32)}
+    history = {"state": empty(64, 4, dtype=wide), "own": 23, "processed": 0}
+    each = {**dict.fromkeys(("first", "progress", "decoded"), sequences), "owner": packed["row"]}
+    each["listed"] = empty(64, 32, dtype=torch.int32)
     of_tokens = {"positions": placed["positions"], "votes": cuts, "status": cuts, "reach": "block"}
     asked = {**table, **history, "row": packed["row"], "cu_seqlens": bounds["cu_seqlens"]}
     for importance, first_step, counts in (("block", "evicts", "cumulative"), ("masked", "prefill", "block")):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
 from types import ModuleType
 from typing import Final
 
@@ -14,11 +13,10 @@ from mosaic.decoding.config import ALGORITHMS, GenerationConfig, resolve
 from mosaic.decoding.rows import OF_TABLE, TableRow
 from mosaic.models.architecture import Architecture
 from mosaic.models.parts import CANVAS
-from mosaic.models.phase import shared_phase
 from mosaic.models.policies.policy import BlockStep
 from mosaic.models.policies.registry import policies_of
 from mosaic.models.step import StepSize
-from mosaic.registrar.request_table import MARKED_STEPS, STOPS
+from mosaic.registrar.request_table import BY_BLOCKS, STOPS
 from mosaic.runtime.sharing import SharedSizes
 
 __all__ = ["algorithm_of", "canvas_length", "expected_step", "largest_steps", "shapes", "shared_sizes", "table_row"]
@@ -47,12 +45,12 @@ def algorithm_of(config: GenerationConfig) -> Algorithm:
 def table_row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> TableRow | None:
     """Return what a table on the device has to know of a request, options resolved; None if a generator decodes it.
 
-    It does if the algorithm does not say, a policy that is not `Policy.tabled` or `ahead` is asked for, keys are seen by ranges,
-    or there are more tokens that stop an answer than a table has room for.
+    It does if the algorithm does not say, `ahead` is asked for, or a policy that requests of a table cannot have
+    (`Policy.of_table`), keys are seen by ranges, or there are more tokens that stop an answer than a table has room for.
     """
     describe = algorithm_of(config).row
     waits = config.ahead is not None and config.remasking != "sequential" and config.eviction is None
-    ranged = bool(architecture.windows) or architecture.rotary.kind == "dynamic" or architecture.shifted
+    ranged = bool(architecture.windows) or architecture.rotary.kind == "dynamic"
     if describe is None or waits or ranged or len(architecture.eos_token_ids) > STOPS:
         return None
     found = describe(config, architecture, prompt_len)
@@ -60,23 +58,20 @@ def table_row(config: GenerationConfig, architecture: Architecture, prompt_len: 
 
 
 def _with_policies(row: TableRow, config: GenerationConfig, architecture: Architecture) -> TableRow | None:
-    """The same with the kind of step that its policies make, and the steps that they mark, if each of them is `Policy.tabled`."""
+    """The same with the kind of step that its policies make, if requests of a table can have all of them."""
     policies = policies_of(config, architecture, row.length)
     if not policies:
         return row
-    end, steps = row.start + row.block, config.steps or row.block
-    bits = [policy.marks(row.block, steps) if policy.tabled else None for policy in policies]
-    marks = 0
-    for mine in bits:
-        if mine is None:
+    phase, marks, end = row.phase, 0, row.start + row.block
+    step = BlockStep(
+        start=row.start, end=end, number=0, steps=config.steps or row.block, window=(row.start, end), prefix=row.prefix
+    )
+    by_blocks = row.window == BY_BLOCKS and not row.shifted  # there a step that writes a block attends exactly
+    for policy in policies:
+        found = policy.of_table(phase, step) if by_blocks else None
+        if found is None:
             return None
-        marks |= mine
-    numbers = [number for number in range(min(row.block, MARKED_STEPS + 1)) if marks and not marks >> number & 1]
-    phases = []
-    for number in numbers or [0]:
-        step = BlockStep(start=row.start, end=end, number=number, steps=steps, window=(row.start, end))
-        phases.append(reduce(lambda phase, policy: policy.phase(phase, step), policies, row.phase))
-    phase = shared_phase(phases)
+        phase, marks = found[0], marks | found[1]
     return row._replace(cache=phase.cache, cut=phase.cut, marks=marks)
 
 

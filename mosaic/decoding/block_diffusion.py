@@ -18,6 +18,7 @@ from mosaic.decoding.llada import schedule
 from mosaic.decoding.rows import ALL, TableRow
 from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
+from mosaic.registrar.request_table import FIRST_ONES, OPEN_ONES
 
 if TYPE_CHECKING:
     from mosaic.decoding.config import GenerationConfig
@@ -45,8 +46,8 @@ def row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -
     dynamic = config.remasking in (None, "low_confidence_dynamic")
     return TableRow(
         sampling=_sampling(config), start=prefix, prefix=prefix, length=length, block=config.block_length or 1,
-        steps=config.steps or 1, threshold=(config.threshold or 0.0) if dynamic else ALL,
-        in_order=config.remasking == "sequential",
+        span=config.block_length or 1, steps=config.steps or 1, threshold=(config.threshold or 0.0) if dynamic else ALL,
+        decides=FIRST_ONES if config.remasking == "sequential" else OPEN_ONES,
     )  # fmt: skip
 
 

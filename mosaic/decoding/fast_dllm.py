@@ -18,7 +18,7 @@ from mosaic.decoding.rows import ALL, TableRow
 from mosaic.models.parts import KEPT, WHOLE, Commit
 from mosaic.models.phase import Phase
 from mosaic.models.step import StepSize
-from mosaic.registrar.request_table import FROM_BLOCK, REFRESHED
+from mosaic.registrar.request_table import FROM_BLOCK, OPEN_ONES, RANDOM_ONES, REFRESHED
 
 if TYPE_CHECKING:
     from mosaic.decoding.config import GenerationConfig
@@ -44,15 +44,19 @@ def _phase(config: GenerationConfig, architecture: Architecture, *, first: bool 
 
 
 def row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> TableRow | None:
-    """Return what a table has to know of a request with a cache; `factor` and random places are the generator's."""
-    if config.cache is None or config.factor is not None or config.remasking == "random":
+    """Return what a table has to know of a request with a cache; the generator has `factor`, and on shifted models steps of several
+    tokens: there a step that follows the schedule commits one."""
+    block, least, shifted = config.block_length or 1, config.threshold, architecture.shifted
+    if config.cache is None or config.factor is not None:
         return None
-    block, least = config.block_length or 1, config.threshold
+    if shifted and config.steps and least is None and counts(config)[0] > 1:
+        return None
     at_least = ALL if least is None else float(np.nextafter(np.float32(least), np.float32(-np.inf)))
     return TableRow(
         sampling=_sampling(config, architecture), start=prompt_len, prefix=0, length=prompt_len + config.gen_length,
         block=block, window=REFRESHED if config.cache == "dual" else FROM_BLOCK,
         steps=len(counts(config)) if config.steps and least is None else block, threshold=at_least,
+        decides=RANDOM_ONES if config.remasking == "random" else OPEN_ONES, shifted=shifted,
     )  # fmt: skip
 
 

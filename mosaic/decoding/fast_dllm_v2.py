@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from mosaic.decoding.blocks import Blocks
-from mosaic.decoding.canvas import COMMIT, Canvas, Sampling, Shapes, Steps, cached_shape
+from mosaic.decoding.canvas import COMMIT, Canvas, Sampling, Shapes, Steps, cached_shape, whole_blocks
+from mosaic.decoding.rows import TableRow
 from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
+from mosaic.registrar.request_table import REFRESHED, WHOLE
 
 if TYPE_CHECKING:
     from mosaic.decoding.config import GenerationConfig
     from mosaic.models.architecture import Architecture
     from mosaic.models.policies.policy import BlockStep
 
-__all__ = ["decode", "shapes"]
+__all__ = ["decode", "row", "shapes"]
 
 _NEXT: Final = Phase(cache=KEPT, commit=Commit(score="confidence", rule="dynamic"))
 """Fill the cache and take the most likely token after the window."""
@@ -31,6 +33,18 @@ _NEXT: Final = Phase(cache=KEPT, commit=Commit(score="confidence", rule="dynamic
 
 def _blocks(config: GenerationConfig, arch: Architecture, prompt_len: int) -> Blocks:
     return Blocks(config, arch, prompt_len, replace(_NEXT, head=Sampling.of(config, scaled=True).head))
+
+
+def row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> TableRow:
+    """Return what a table has to know of a request. A prompt of whole blocks leaves its last one to a step that also predicts."""
+    prefix, length = whole_blocks(config, prompt_len)
+    block, small = config.block_length or 1, config.small_block_length or 1
+    before = block if prefix == prompt_len else 0
+    return TableRow(
+        sampling=Sampling.of(config, scaled=True), start=prompt_len // small * small, prefix=prefix - before, length=length,
+        block=small, span=block, window=REFRESHED if config.cache == "dual" else WHOLE, before=before,
+        threshold=config.threshold or 0.0, shifted=True,
+    )  # fmt: skip
 
 
 def _closing(blocks: Blocks, config: GenerationConfig, start: int, end: int) -> BlockStep:

@@ -18,7 +18,7 @@ from mosaic.models.parts import CANVAS, HELD_EXTENTS, KEPT, KV, REQUESTS, TABLED
 from mosaic.models.parts.table import own_column, own_states
 from mosaic.models.phase import Phase
 from mosaic.registrar.operators.read_canvas import OPEN
-from mosaic.registrar.request_table import BY_BLOCKS, COLUMNS, STOPS, Column
+from mosaic.registrar.request_table import BY_BLOCKS, CANVAS_LONG, COLUMNS, OPEN_ONES, STOPS, Column
 
 if TYPE_CHECKING:
     from mosaic.decoding.canvas import Canvas, Sampling
@@ -46,12 +46,18 @@ class TableRow(NamedTuple):
         Where its first block begins, and the tokens before it whose keys are written first.
     length, block, window
         Positions of the canvas, tokens of a block, and what its steps compute (`mosaic.registrar.request_table`).
+    span
+        The model's block, in which blocks lie; 0: it attends both ways in all of the canvas.
+    before
+        Tokens before the first block whose keys its first step writes.
     steps
         How many steps share the tokens of a block evenly; 0: each commits one.
     threshold
         Above it a token is committed in any case.
-    in_order
-        Whether steps decide the first open positions alone.
+    decides
+        Which open positions of the block steps decide.
+    shifted
+        Whether row i-1 predicts position i.
     cache, cut
         Of the kind of step, as policies have made them; where a step is marked, what covers this cache.
     marks
@@ -63,10 +69,13 @@ class TableRow(NamedTuple):
     prefix: int
     length: int
     block: int
+    span: int = 0
     window: int = BY_BLOCKS
+    before: int = 0
     steps: int = 0
     threshold: float = ALL
-    in_order: bool = False
+    decides: int = OPEN_ONES
+    shifted: bool = False
     cache: CachePolicy = KEPT
     cut: Cut | None = None
     marks: int = 0
@@ -79,9 +88,15 @@ class TableRow(NamedTuple):
     @property
     def most_tokens(self) -> int:
         """Tokens of its largest step that cannot be cut."""
-        if self.window != BY_BLOCKS:
+        if not self.span:
             return self.length
-        return self.block * (2 if self.length - self.start > self.block else 1)
+        several = self.window == BY_BLOCKS and self.length - self.start > self.span
+        return self.span * (2 if several else 1)
+
+    def number_of(self, start: int) -> int:
+        """Return which block begins at a position; those in one span of the model count as one."""
+        width, first = self.span or self.block, self.start - (self.start % self.span if self.span else 0)
+        return max(start - first, 0) // width
 
 
 @lru_cache(maxsize=256)
@@ -104,9 +119,10 @@ def columns_of(row: TableRow, canvas: Canvas, group: int) -> tuple[NDArray[np.in
     given = {
         Column.PROMPT: canvas.prompt_len, Column.END: canvas.end, Column.LENGTH: row.length, Column.PREFIX: row.prefix,
         Column.BLOCK: row.block, Column.WINDOW: row.window, Column.QUOTA: row.block // steps, Column.MORE: row.block % steps,
-        Column.IN_ORDER: int(row.in_order), Column.TOP_K: row.sampling.top_k, Column.NOISE: key_of(config.seed, canvas.request),
+        Column.DECIDES: row.decides, Column.TOP_K: row.sampling.top_k, Column.NOISE: key_of(config.seed, canvas.request),
         Column.THRESHOLD: bits(row.threshold), Column.TEMPERATURE: bits(row.sampling.temperature),
         Column.TOP_P: bits(row.sampling.top_p), Column.CUTS: int(row.sampling.head.cuts), Column.START: row.start,
+        Column.SPAN: row.span or CANVAS_LONG, Column.SHIFTED: int(row.shifted), Column.BEFORE: row.before, Column.WIDE: 1,
         Column.GROUP: group, Column.MARKS: row.marks,
         Column.OPEN: int(canvas.mask_array[row.start : row.start + row.block].sum()),
     }  # fmt: skip

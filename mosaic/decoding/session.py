@@ -29,7 +29,7 @@ from mosaic.decoding.scheduler import DELAY_MS, MOST_TOKENS, Scheduler
 from mosaic.decoding.streaming import OnStep, Step, Steps, Streamer
 from mosaic.decoding.tabled import ServedSteps, TabledRequest
 from mosaic.decoding.tokenizer import Tokenizer
-from mosaic.errors import UsageError
+from mosaic.errors import DoesNotFit, UsageError
 from mosaic.models.parts import REQUESTS
 from mosaic.models.step import StepSize, most_rows
 from mosaic.runtime.interrupts import interrupts_held, interrupts_let_through
@@ -288,8 +288,12 @@ class Session(ClosesOnExit):
         arch, tokens = self._runner.architecture, prompt.numel()
         row = None if self._table is None else table_row(config, arch, tokens)
         if row is not None and self._table is not None:
-            demand = demand_of(row, self._table.holes)
-            return _Described(submission, number, prompt, config, row.length, demand, [], row)
+            demand, asks = (
+                demand_of(row, self._table.holes),
+                row.cut is not None and row.cut.expects,
+            )  # whether a cut pays
+            largest = largest_steps(config, arch, tokens, number) if asks else []
+            return _Described(submission, number, prompt, config, row.length, demand, largest, row)
         largest, length = largest_steps(config, arch, tokens, number), canvas_length(config, arch, tokens)
         return _Described(submission, number, prompt, config, length, most_rows(largest), largest)
 
@@ -314,11 +318,25 @@ class Session(ClosesOnExit):
         return all(table.admits(tabled if table is self._scheduler else (), rows) for table in self._shared.tables)
 
     def _refuse(self, more: Sequence[_Described]) -> None:
-        """Say what is missing."""
+        """Say what is missing, and when there will be room; or what would fit."""
         sizes, tabled, rows = self._asked(more)
         for table in self._shared.tables:
             sizes += table.sizes(tabled if table is self._scheduler else (), rows)
-        self._runner.check(sizes, more=rows)
+        try:
+            self._runner.check(sizes, more=rows)
+        except DoesNotFit as refused:
+            scheduler = self._scheduler
+            if scheduler is None or len(tabled) < len(more) or scheduler.count < len(self._live):
+                raise  # nobody knows how long a generator takes
+            steps, said = scheduler.room_in(tabled, rows), f"{refused}"
+            if steps is not None:
+                said += f" If nobody else comes, there is room in {steps:,} steps at most."
+            elif len(tabled) == 1:
+                longest = scheduler.longest(tabled[0])
+                said += f" Alone, such a request fits with {longest:,} positions of prompt and answer at most."
+            raise DoesNotFit(
+                said, needed_bytes=refused.needed_bytes, available_bytes=refused.available_bytes, steps=steps
+            ) from None
 
     def _asked(self, more: Sequence[_Described]) -> tuple[list[StepSize], list[TableRow], Counter[State]]:
         """The largest steps that generators may share, who comes to the table, and the rows that `more` take."""

@@ -59,6 +59,11 @@ class TabledRequest(LiveRequest):
         """Whether somebody wants to know of each of its steps."""
         return self._submission.on_step is not None or self._submission.streamer is not None
 
+    @property
+    def held(self) -> list[OwnedRows]:
+        """Its rows of all states."""
+        return [cast("OwnedRows", rows) for rows in self._canvas.held]
+
     def begin(self) -> None:
         """Take the rows of all states, and a row of the table if one is free."""
         try:
@@ -86,10 +91,7 @@ class TabledRequest(LiveRequest):
         np.equal(tokens, OPEN, out=canvas.mask_array)
         np.copyto(canvas.token_array, np.where(canvas.mask_array, canvas.architecture.mask_token_id, tokens))
         np.copyto(canvas.confidence_array, self._table.confidence[mine])
-        canvas.step, canvas.block = (
-            int(column[Column.STEP]),
-            (int(column[Column.START]) - self.row.start) // self.row.block,
-        )
+        canvas.step, canvas.block = int(column[Column.STEP]), self.row.number_of(int(column[Column.START]))
         self.steps = int(self._table.steps[self.place])
 
     def tell(self, step: Step) -> None:
@@ -161,7 +163,7 @@ class ServedSteps(Sequence[Step]):
         return Step(
             request=request.number,
             step=int(served.steps[place]),
-            block=(int(line[Reported.START]) - row.start) // row.block,
+            block=row.number_of(int(line[Reported.START])),
             phase="denoise" if decides else "commit",
             masked=int(line[Reported.MASKED]),
             positions=torch.from_numpy(served.decided_rows[rows][taken] - int(served.canvas_rows[place])),

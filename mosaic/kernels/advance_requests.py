@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.requests import closes
 from mosaic.registrar.operators.advance_requests import WIDTH
 from mosaic.registrar.operators.read_canvas import OPEN
-from mosaic.registrar.request_table import BY_BLOCKS, ENDED, EOS, LENGTH, STOPS, Column, Reported
+from mosaic.registrar.request_table import CANVAS_LONG, ENDED, EOS, LENGTH, STOPS, WHOLE, Column, Reported
 
 
 def bind(
@@ -37,13 +38,14 @@ def bind(
                 continue
             column, line = columns[request], said[i]
             line[Reported.ROW], line[Reported.BEGIN], line[Reported.TOKENS] = request, first, end - start
-            line[Reported.START], line[Reported.ROWS] = column[Column.START], to_row
+            closing = bool(closes(columns[request : request + 1])[0])
+            line[Reported.START], line[Reported.ROWS] = column[Column.START] - closing * column[Column.BEFORE], to_row
             if column[Column.WRITTEN] < column[Column.PREFIX]:
                 column[Column.WRITTEN] += end - start
             else:
                 column[Column.OPEN] -= int(taken[from_row:to_row].sum())
                 column[Column.STEP] += 1
-                column[Column.NUMBER] += 1
+                column[Column.NUMBER] += not closing
                 column[Column.BEFORE] = 0
             _report(column, kept[column[Column.CANVAS] :], line)
 
@@ -71,9 +73,13 @@ def _report(column: np.ndarray, tokens: np.ndarray, line: np.ndarray) -> None:
     if ended:
         column[Column.STATE] = ENDED
     elif not column[Column.OPEN]:
-        column[Column.START], column[Column.NUMBER] = stop, 0
+        column[Column.START] = start = stop
         column[Column.OPEN] = min(column[Column.BLOCK], column[Column.LENGTH] - stop)
-        column[Column.BEFORE] = column[Column.BLOCK] if column[Column.WINDOW] == BY_BLOCKS else 0
+        column[Column.BEFORE] = 0 if stop % column[Column.SPAN] else column[Column.SPAN]
+        if column[Column.BEFORE] or column[Column.SPAN] == CANVAS_LONG:
+            column[Column.NUMBER] = 0
+    waits = column[Column.SHIFTED] and column[Column.OPEN] and tokens[start] == OPEN
+    column[Column.WIDE] = column[Column.WINDOW] == WHOLE or column[Column.NUMBER] == 0 or waits
     line[Reported.WRITTEN :] = column[Column.WRITTEN :]
 
 
@@ -91,12 +97,14 @@ def reference(
             after[request, Column.SERVED] -= len(row) - i
             continue
         tokens = canvas[own[Column.CANVAS] : own[Column.CANVAS] + own[Column.LENGTH]].tolist()
-        line = [request, int(begin[i]), length, own[Column.START]]
+        closes = own[Column.SHIFTED] == 1 and own[Column.BEFORE] > 0
+        line = [request, int(begin[i]), length, own[Column.START] - own[Column.BEFORE] * closes]
         if own[Column.WRITTEN] < own[Column.PREFIX]:
             own[Column.WRITTEN] += length
         else:
             own[Column.OPEN] -= int(committed[int(cu_rows[i]) : int(cu_rows[i + 1])].sum())
-            own[Column.STEP], own[Column.NUMBER], own[Column.BEFORE] = own[Column.STEP] + 1, own[Column.NUMBER] + 1, 0
+            own[Column.STEP], own[Column.BEFORE] = own[Column.STEP] + 1, 0
+            own[Column.NUMBER] += 0 if closes else 1
         end, stop = own[Column.END], own[Column.START] + own[Column.BLOCK]
         final = next((p for p in range(own[Column.START], min(stop, end)) if tokens[p] == OPEN), min(stop, end))
         masked = sum(token == OPEN for token in tokens[own[Column.START] : end])
@@ -108,9 +116,13 @@ def reference(
         if ended:
             own[Column.STATE] = ENDED
         elif own[Column.OPEN] == 0:
-            by_blocks = own[Column.WINDOW] == BY_BLOCKS
-            own[Column.START], own[Column.NUMBER], own[Column.BEFORE] = stop, 0, own[Column.BLOCK] if by_blocks else 0
+            span = own[Column.SPAN]
+            own[Column.START], own[Column.BEFORE] = stop, span if stop // span * span == stop else 0
+            if stop // span * span == stop or span == CANVAS_LONG:
+                own[Column.NUMBER] = 0
             own[Column.OPEN] = min(own[Column.BLOCK], own[Column.LENGTH] - stop)
+        undecided = own[Column.SHIFTED] == 1 and own[Column.OPEN] > 0 and tokens[own[Column.START]] == OPEN
+        own[Column.WIDE] = int(own[Column.WINDOW] == WHOLE or own[Column.NUMBER] == 0 or undecided)
         state = [found[0] + 1 if found else final, masked, ended, int(cu_rows[i + 1])]
         report[i] = torch.tensor([*line, *state, *own[Column.WRITTEN :]])
         after[request] = torch.tensor(own)

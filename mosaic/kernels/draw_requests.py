@@ -3,14 +3,14 @@
 Outputs overlap no operand. Legend: M rows, B windows.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.requests import floats, mixed
+from mosaic.kernels.shared.requests import closes, floats, keys_of
 from mosaic.registrar.request_table import Column
 
 
@@ -23,21 +23,21 @@ def bind(
     rows, outputs = decided_rows.numpy(), [each.numpy() for each in (keys, temperature, top_p, top_k, cuts)]
 
     def run() -> None:
-        for values, nothing in zip(outputs, (0, 0, 1, 0, 0), strict=True):
+        for values, nothing in zip(outputs, _NOTHING, strict=True):
             values.fill(nothing)
         for request, (start, end) in zip(requests.tolist(), pairwise(bounds.tolist()), strict=True):
             if request < 0:
                 return
             column = columns[request]
-            step = mixed((column[Column.NOISE : Column.NOISE + 1] ^ column[Column.STEP]).view(np.uint64))
-            positions = (rows[start:end] - column[Column.CANVAS]).view(np.uint64)
             given = (
-                mixed(positions ^ step).view(np.int64),
+                keys_of(column, rows[start:end]),
                 floats(column[Column.TEMPERATURE]),
                 floats(column[Column.TOP_P]),
                 column[Column.TOP_K],
                 column[Column.CUTS],
             )
+            if closes(columns[request : request + 1])[0]:
+                given = given[0], *_NOTHING[1:]
             for values, value in zip(outputs, given, strict=True):
                 values[start:end] = value
 
@@ -45,6 +45,7 @@ def bind(
 
 
 launch = launcher(bind)
+_NOTHING = (0, 0, 1, 0, 0)
 _WORD = 2**64 - 1
 
 
@@ -56,13 +57,21 @@ def reference(*, table: Tensor, row: Tensor, cu_rows: Tensor, decided_rows: Tens
     for request, (start, end) in zip(row.tolist(), pairwise(cu_rows.tolist()), strict=True):
         for m in range(start, end):
             own = table[request].tolist()
-            key = _mixed(_mixed(own[Column.NOISE] ^ own[Column.STEP]) ^ (int(decided_rows[m]) - own[Column.CANVAS]))
-            keys[m], top_k[m], cuts[m] = key - (key >> 63 << 64), own[Column.TOP_K], own[Column.CUTS]
+            keys[m] = reference_key(own, int(decided_rows[m]) - own[Column.CANVAS])
+            if own[Column.SHIFTED] and own[Column.BEFORE]:
+                continue
+            top_k[m], cuts[m] = own[Column.TOP_K], own[Column.CUTS]
             temperature[m], top_p[m] = float(floats(own[Column.TEMPERATURE])), float(floats(own[Column.TOP_P]))
     return {
         "keys": torch.tensor(keys), "temperature": torch.tensor(temperature), "top_p": torch.tensor(top_p),
         "top_k": torch.tensor(top_k, dtype=torch.int32), "cuts": torch.tensor(cuts, dtype=torch.uint8),
     }  # fmt: skip
+
+
+def reference_key(own: Sequence[int], position: int) -> int:
+    """Return the random key of a position of a request, whose columns these are, in its next step."""
+    key = _mixed(_mixed(own[Column.NOISE] ^ own[Column.STEP]) ^ position)
+    return key - (key >> 63 << 64)
 
 
 def _mixed(word: int) -> int:

@@ -71,7 +71,7 @@ def _served(
     if fills.any():
         oldest = order[fills[order]][0]
         if served.max() + 1 - served[oldest] >= PATIENCE:
-            kept = max(tokens // KEPT_SHARE, int(mine[oldest, Column.BLOCK]))
+            kept = max(tokens // KEPT_SHARE, int(mine[oldest, Column.SPAN]))
     room = np.array([1, tokens - kept, rows, extents]) * [sequences, 1, 1, 1]
     for i in order[(asks & ~asked.fills)[order]]:
         needs = [1, asked.end[i] - asked.begin[i], asked.rows[i], mine[i, Column.EXTENTS]]
@@ -81,9 +81,9 @@ def _served(
         yield _Window(i, asked.begin[i], asked.seen[i], needs[1], needs[2], needs[3])
     room[1] += kept
     for i in order[fills[order]]:
-        block = mine[i, Column.BLOCK]
+        span = mine[i, Column.SPAN]
         left = asked.end[i] - asked.begin[i]
-        count = min(left, room[1]) // block * block
+        count = min(left, room[1]) // span * span
         needs = [1, count, 0, mine[i, Column.EXTENTS]]
         if not count or (room < needs).any():
             break
@@ -104,7 +104,7 @@ def reference(*, table: Tensor, room: Tensor, sequences: int) -> dict[str, Tenso
     prompts = [one for one in asking if one.fills]
     kept = 0
     if prompts and turn - prompts[0][Column.SERVED] >= PATIENCE:
-        kept = max(tokens // KEPT_SHARE, prompts[0][Column.BLOCK])
+        kept = max(tokens // KEPT_SHARE, prompts[0][Column.SPAN])
     taken: list[tuple[int, int, int, int, int, int]] = []
 
     def fits(length: int, decided: int, held: int, limit: int) -> bool:
@@ -120,7 +120,7 @@ def reference(*, table: Tensor, room: Tensor, sequences: int) -> dict[str, Tenso
     for one in prompts:
         left = one[Column.PREFIX] - one[Column.WRITTEN]
         free = min(left, tokens - sum(window[3] for window in taken))
-        length = free - free % one[Column.BLOCK]
+        length = free - free % one[Column.SPAN]
         if not length or not fits(length, 0, one[Column.EXTENTS], tokens):
             break
         end = one[Column.WRITTEN] + length
@@ -159,14 +159,24 @@ class _Asking:
     def fills(self) -> bool:
         return self[Column.WRITTEN] < self[Column.PREFIX]
 
+    @property
+    def closes(self) -> bool:
+        return self[Column.SHIFTED] == 1 and self[Column.BEFORE] > 0
+
     def decides(self) -> int:
+        in_canvas = self[Column.SPAN] > self[Column.LENGTH] and self[Column.WINDOW] != 3 and self[Column.NUMBER] == 0
+        if self.closes or (self[Column.SHIFTED] and in_canvas):
+            return 1
         quota = self[Column.QUOTA] + (1 if self[Column.NUMBER] < self[Column.MORE] else 0)
-        return min(quota, self[Column.OPEN]) if self[Column.IN_ORDER] else self[Column.OPEN]
+        return min(quota, self[Column.OPEN]) if self[Column.DECIDES] else self[Column.OPEN]
 
     def window(self) -> tuple[int, int, int]:
         """Where its window begins and ends, and the keys that it sees."""
-        start, end, first = self[Column.START], self[Column.START] + self[Column.BLOCK], not self[Column.NUMBER]
-        if self[Column.WINDOW] == 0:
-            return (start - self[Column.BEFORE] if first else start), end, end
-        length = self[Column.LENGTH]
-        return (0 if first else start), (length if first or self[Column.WINDOW] == 2 else end), length
+        start, length, before = self[Column.START], self[Column.LENGTH], self[Column.BEFORE]
+        if self.closes:
+            return start - before, start, start
+        number = start // self[Column.SPAN]
+        first, last = number * self[Column.SPAN], min((number + 1) * self[Column.SPAN], length)
+        if self[Column.WIDE]:
+            return first - before, last, last
+        return start - before, (last if self[Column.WINDOW] == 2 else start + self[Column.BLOCK]), last

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mosaic.kernels.draw_requests import reference_key
+from mosaic.kernels.shared import sampling
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.requests import floats, quotas
+from mosaic.kernels.shared.requests import alone, floats, keys_of, quotas, uniforms
 from mosaic.registrar.operators.read_canvas import OPEN
-from mosaic.registrar.request_table import Column
+from mosaic.registrar.request_table import RANDOM_ONES, Column
 
 
 def bind(
@@ -42,9 +44,12 @@ def bind(
             canvas_rows[start:end] = column[Column.CANVAS] + places[start:end]
             if to_row > from_row:
                 block = column[Column.CANVAS] + column[Column.START]
-                there = (kept[block : block + column[Column.BLOCK]] == OPEN).nonzero()[0][: to_row - from_row]
+                there = (kept[block : block + column[Column.BLOCK]] == OPEN).nonzero()[0]
+                if column[Column.DECIDES] == RANDOM_ONES and not alone(columns[request : request + 1])[0]:
+                    there = there[np.argsort(-uniforms(keys_of(column, block + there)), kind="stable")]
+                there = np.sort(there[: to_row - from_row])
                 decided[from_row:to_row] = block + there
-                numbers[from_row:to_row] = column[Column.START] + there + (start - first)
+                numbers[from_row:to_row] = column[Column.START] + there + (start - first - column[Column.SHIFTED])
             of_keys[from_extent:to_extent] = held[column[Column.EXTENT] :][: to_extent - from_extent]
             least[i], limits[i] = quotas(columns[request : request + 1])[0], floats(column[Column.THRESHOLD])
 
@@ -75,12 +80,17 @@ def reference(
         for position in range(first, first + int(cu_seqlens[i + 1] - cu_seqlens[i])):
             places.append(position)
             canvas_rows.append(own[Column.CANVAS] + position)
+        block = range(own[Column.START], own[Column.START] + own[Column.BLOCK])
         wanted = int(cu_rows[i + 1] - cu_rows[i])
-        for position in range(own[Column.START], own[Column.START] + own[Column.BLOCK]):
-            if wanted and int(canvas[own[Column.CANVAS] + position]) == OPEN:
-                decided.append(own[Column.CANVAS] + position)
-                numbers.append(at + position - first)
-                wanted -= 1
+        open_ = [place for place in block if wanted and int(canvas[own[Column.CANVAS] + place]) == OPEN]
+        in_canvas = own[Column.SPAN] > own[Column.LENGTH] and own[Column.WINDOW] != 3 and own[Column.NUMBER] == 0
+        if own[Column.DECIDES] == 2 and not (own[Column.SHIFTED] and (own[Column.BEFORE] > 0 or in_canvas)):
+            keys = [reference_key(own, place) for place in open_]
+            chances = dict(zip(open_, sampling.uniforms(torch.tensor(keys, dtype=torch.int64)).tolist(), strict=True))
+            open_.sort(key=lambda place: (-chances[place], place))
+        for position in sorted(open_[:wanted]):
+            decided.append(own[Column.CANVAS] + position)
+            numbers.append(at + position - first - own[Column.SHIFTED])
         of_keys += held_extents[own[Column.EXTENT] : own[Column.EXTENT] + own[Column.EXTENTS]].tolist()
         least[i] = own[Column.QUOTA] + (1 if own[Column.NUMBER] < own[Column.MORE] else 0)
         limits[i] = float(floats(own[Column.THRESHOLD]))

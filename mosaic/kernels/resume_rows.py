@@ -45,7 +45,7 @@ def reference(
     size: int,
     most: int,
     partly: bool = False,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Return all outputs in plain PyTorch, a row at a time."""
     count, kept = bounds[-1:].clone(), chosen[:size]
     held = int(bounds[bounds <= size].max()) if partly or int(count) <= size else 0

@@ -177,6 +177,8 @@ class StepInputs:
         self._given: dict[str, Buffer] = {}
         self.supplied: Mapping[str, Supply] = {}
         """Inputs that the step computes itself: the function that registers each on first use."""
+        self.of_tokens: Mapping[str, Supply] = {}
+        """Of these, what the tokens' part gives in place of the host."""
 
     def __getitem__(self, name: str) -> Buffer:
         """The input of this name."""
@@ -185,7 +187,9 @@ class StepInputs:
         return self._known[name]
 
     def given(self, name: str) -> Buffer:
-        """The input of this name as packing fills it, even if the step computes another of that name."""
+        """The input of this name as the host or the tokens' part gives it, even if the step computes another of that name."""
+        if name in self.of_tokens:
+            return self.of_tokens[name]()
         if name not in self._declared:
             raise GraphError(
                 f"no part of the phase declares the input '{name}'; there are {', '.join(self._declared)}. Add it to a "

@@ -177,8 +177,8 @@ class StepSize:
 
     @property
     def least_kept(self) -> int:
-        """Rows that a guess leaves room for: over requests of a table those of a whole window, so that there is always one that need
-        not wait. It has a block, and in its first step the one before, too."""
+        """Rows that a guess leaves room for. Over requests of a table they are those of a whole window, which has two blocks at
+        most: so the first request never waits."""
         return min(2 * max(self.windows), self.tokens) if self.phase.tokens.alone else 1
 
     @property

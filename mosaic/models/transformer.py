@@ -114,7 +114,7 @@ class TransformerStep:
     def begin(self) -> Buffer | None:
         """Register the ops before the embedding; return the token ids, or None in a second graph."""
         g, phase = self.g, self.phase
-        computed = phase.tokens.supplied(self)
+        computed = self.inputs.of_tokens = phase.tokens.supplied(self)
         if phase.cut is not None:
             computed = {**computed, **phase.cut.supplied(self)}
         self.inputs.supplied = computed if self.suffix is None else self.suffix.supplied(computed)

@@ -35,13 +35,13 @@ class Column(IntEnum):
     BLOCK = 8
     """Tokens of a block."""
     WINDOW = 9
-    """What a step computes: `BY_BLOCKS`, `REFRESHED` or `FROM_BLOCK`."""
+    """What a step computes: `BY_BLOCKS`, `REFRESHED`, `FROM_BLOCK` or `WHOLE`."""
     QUOTA = 10
     """Tokens that each step of a block commits at least."""
     MORE = 11
     """How many first steps of a block commit one more."""
-    IN_ORDER = 12
-    """Whether a step decides the first open positions, as many as it commits; otherwise it decides all of the block."""
+    DECIDES = 12
+    """Which open positions of the block a step decides: `OPEN_ONES`, `FIRST_ONES` or `RANDOM_ONES`."""
     TOP_K = 13
     """Of the sampling; 0: off."""
     NOISE = 14
@@ -60,29 +60,44 @@ class Column(IntEnum):
     """Bit n: step n of a block needs what only some of the group's steps do; bit 62 stands for all later steps too."""
     OWN = 25
     """The row that it has of each of its policies' states, in the order of the phase's states; here and in the next three."""
-    WRITTEN = 29
+    SPAN = 29
+    """Tokens of the span around the block, from a multiple of it on, whose keys all its steps see: the block in which the model
+    attends both ways, or `CANVAS_LONG`."""
+    SHIFTED = 30
+    """Whether row i-1 predicts position i."""
+    WRITTEN = 31
     """Tokens of the prefix whose keys are written."""
-    START = 30
+    START = 32
     """Where the block begins that is decoded."""
-    BEFORE = 31
+    BEFORE = 33
     """Tokens before the block whose final keys the next step writes."""
-    NUMBER = 32
-    """Steps of the block so far."""
-    STEP = 33
+    NUMBER = 34
+    """Steps of the block so far; of blocks that share a span of the model, all its steps."""
+    STEP = 35
     """Steps so far that have decided, which random keys count."""
-    OPEN = 34
+    OPEN = 36
     """Positions of the block where nothing is decided."""
-    SERVED = 35
+    WIDE = 37
+    """Whether the next step computes the whole span."""
+    SERVED = 38
     """The turn in which it decided last, at first the one in which it came."""
 
 
-COLUMNS: Final = 36
+COLUMNS: Final = 39
 STOPS: Final = 4
 MARKED_STEPS: Final = 62
 RUNNING, ENDED = 1, 2
-BY_BLOCKS, REFRESHED, FROM_BLOCK = 0, 1, 2
-"""Windows of a block's steps. By blocks: the block, in its first step with `BEFORE` tokens before it, over the keys up to its end.
-Refreshed: the whole canvas in the first step, then the block, over all keys. From the block: the same, but to the canvas' end."""
+BY_BLOCKS, REFRESHED, FROM_BLOCK, WHOLE = 0, 1, 2, 3
+"""Windows of a block's steps. By blocks: the block, which is the span, in its first step with `BEFORE` tokens before it. Refreshed:
+the whole span in the first step, and on a shifted model until the block's first position is decided; then the block. From the
+block: the same, but then to the canvas' end. Whole: the span. On a shifted model keys of `BEFORE` tokens are written by a step of
+its own: its last row predicts the first position after them, which it decides greedily and alone. There the first step of a block
+decides the first position alone, too, if the next ones compute no row that predicts it."""
+CANVAS_LONG: Final = 1 << 31
+"""The span of a model that attends both ways in all of the canvas."""
+OPEN_ONES, FIRST_ONES, RANDOM_ONES = 0, 1, 2
+"""What steps decide: all open positions of the block, the first ones, or those with the largest random numbers (`uniforms` of
+`mosaic.kernels.shared.requests`), both as many as are committed."""
 LENGTH, EOS = 1, 2
 """How a request ends: it has all tokens of its answer, or one that stops it."""
 

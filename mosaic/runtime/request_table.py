@@ -7,7 +7,7 @@ enters and when it leaves, and keeps a copy of table and canvases from what step
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from time import perf_counter
@@ -61,7 +61,7 @@ class Served:
     Parameters
     ----------
     report
-        int64 [B, 15], by the columns of `Reported`; row numbers count from the session's first.
+        int64 [B, 16], by the columns of `Reported`; row numbers count from the session's first.
     steps, canvas_rows
         int64 [B], how many steps have served each request so far, and its first row of the canvas.
     decided_rows, chosen, committed, score
@@ -324,9 +324,9 @@ class RequestTable:
         asked = room, self.planned if states is None else states
         return self._fitting.find(asked, lambda: all(map(self._engine.plans.fits_exactly, self.size(*asked).graphs)))
 
-    def admits(self, room: Room, more: Mapping[State, int]) -> bool:
-        """Return whether such a step fits the budget once `more` rows of states are taken."""
-        states = self._engine.states_with(more)
+    def admits(self, room: Room, more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> bool:
+        """Return whether such a step fits the budget once owners of rows have `gone` and `more` rows of states are taken."""
+        states = self._engine.states_with(more, gone)
         if _within(states, self._held) and self.fits(room):
             return True
         return any(self.fits(room, found) for found in _roundings(states))
@@ -334,15 +334,14 @@ class RequestTable:
     def cover(self, least: Room, wanted: Room, more: Mapping[State, int] = NO_ROWS) -> None:
         """Plan steps from now on for the rows of states that there are once `more` are taken, and for as many as there were.
 
-        If the `least` step does not fit beside them, or less than half is taken and the `wanted` one does not fit, steps go without
-        what is not taken.
+        If the `wanted` step does not fit beside them, steps go without what is not taken; if it does not fit even so, the `least`
+        one has to.
         """
         states, before = self._engine.states_with(more), self._held
-        emptier = 2 * sum(states.values()) < sum(before.values())
-        if _within(states, before) and self.fits(wanted if emptier else least):
+        if _within(states, before) and self.fits(wanted):
             return
         most = {state: max(count, states.get(state, 0)) for state, count in {**states, **before}.items()}
-        tried = [*([] if emptier else _roundings(most)), *_roundings(states)]
+        tried = [*_roundings(most), *_roundings(states)]
         fitting = (found for room in (wanted, least) for found in tried if self.fits(room, found))
         self.planned = next(fitting, tried[-1])
         self._held = dict(self.planned)

@@ -11,17 +11,21 @@ from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.kernels.cuda.shared.requests import (
     BEFORE,
     BLOCK,
-    BY_BLOCKS,
+    CANVAS_LONG,
     LENGTH,
     NUMBER,
     OPEN,
     PREFIX,
     SERVED,
+    SHIFTED,
+    SPAN,
     START,
     STATE,
+    WHOLE,
     WINDOW,
     WRITTEN,
     C,
+    closes,
 )
 from mosaic.registrar import request_table
 from mosaic.registrar.operators.advance_requests import WIDTH
@@ -72,7 +76,9 @@ def advance_requests_kernel(
     decided = tl.where(fills, 0, 1)
     open_left -= taken
     step += decided
-    number += decided
+    closing = closes(line, request >= 0)
+    number += tl.where(closing, 0, decided)
+    tl.store(said + 3, start - tl.where(closing, before, 0))
     before = tl.where(fills, before, 0)
 
     end, stop = tl.load(line + END), start + block
@@ -99,23 +105,27 @@ def advance_requests_kernel(
     tl.store(said, request)
     tl.store(said + 1, tl.load(begin + window).to(tl.int64))
     tl.store(said + 2, tokens.to(tl.int64))
-    tl.store(said + 3, start)
     tl.store(said + 4, tl.where(first_stop < FAR, first_stop + 1, final))
     tl.store(said + 5, masked)
     tl.store(said + 6, ended.to(tl.int64))
     tl.store(said + 7, last_row.to(tl.int64))
-    blocks = tl.load(line + WINDOW) == BY_BLOCKS
-    before = tl.where(done, tl.where(blocks, block, 0), before)
+    span = tl.load(line + SPAN)
+    leaves = done & (stop % span == 0)
+    before = tl.where(done, tl.where(leaves, span, 0), before)
     open_left = tl.where(done, tl.minimum(block, tl.load(line + LENGTH) - stop), open_left)
-    number = tl.where(done, 0, number)
+    number = tl.where(leaves | (done & (span == CANVAS_LONG)), 0, number)
     start = tl.where(done, stop, start)
+    waits = (tl.load(line + SHIFTED) != 0) & (open_left > 0)
+    waits = waits & (tl.load(own + start, mask=waits, other=NOTHING + 1) == NOTHING)
+    wide = (tl.load(line + WINDOW) == WHOLE) | (number == 0) | waits
     keep(line, said, 0, written)
     keep(line, said, 1, start)
     keep(line, said, 2, before)
     keep(line, said, 3, number)
     keep(line, said, 4, step)
     keep(line, said, 5, open_left)
-    keep(line, said, 6, served)
+    keep(line, said, 6, wide.to(tl.int64))
+    keep(line, said, 7, served)
 
 
 @triton.jit
@@ -141,6 +151,6 @@ def launch(
         report,
         row.shape[0],
         AT_ONCE=AT_ONCE,
-        LINE=16,
+        LINE=32,
         num_warps=2,
     )

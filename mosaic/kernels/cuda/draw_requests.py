@@ -8,13 +8,11 @@ from typing import Final
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
-from mosaic.kernels.cuda.shared.requests import C, float_of, mixed
+from mosaic.kernels.cuda.shared.requests import C, closes, float_of, key_of
 from mosaic.registrar.request_table import Column
 
 AT_ONCE: Final = 64  # untuned default
-CANVAS, NOISE, STEP, TOP_K, CUTS = (
-    tl.constexpr(int(column)) for column in (Column.CANVAS, Column.NOISE, Column.STEP, Column.TOP_K, Column.CUTS)
-)
+CANVAS, TOP_K, CUTS = (tl.constexpr(int(column)) for column in (Column.CANVAS, Column.TOP_K, Column.CUTS))
 TEMPERATURE, TOP_P = tl.constexpr(int(Column.TEMPERATURE)), tl.constexpr(int(Column.TOP_P))
 
 
@@ -27,18 +25,18 @@ def draw_requests_kernel(
     request = tl.load(row + window, mask=inside, other=-1)
     known = request >= 0
     line = table + request * C
-    step = mixed(tl.load(line + NOISE, mask=known, other=0) ^ tl.load(line + STEP, mask=known, other=0))
     canvas = tl.load(line + CANVAS, mask=known, other=0)
-    warmth = float_of(line, TEMPERATURE, known)
-    nucleus = tl.where(known, float_of(line, TOP_P, known), 1.0)
-    best = tl.load(line + TOP_K, mask=known, other=0).to(tl.int32)
-    cut = tl.load(line + CUTS, mask=known, other=0).to(tl.uint8)
+    draws = known & (closes(line, known) == 0)
+    warmth = float_of(line, TEMPERATURE, draws)
+    nucleus = tl.where(draws, float_of(line, TOP_P, draws), 1.0)
+    best = tl.load(line + TOP_K, mask=draws, other=0).to(tl.int32)
+    cut = tl.load(line + CUTS, mask=draws, other=0).to(tl.uint8)
     end = tl.load(cu_rows + window + 1, mask=inside, other=most)
     for at in range(tl.load(cu_rows + window), end, AT_ONCE):
         place = at + tl.arange(0, AT_ONCE)
         mine = place < end
         position = tl.load(decided_rows + place, mask=mine, other=0) - canvas
-        key = tl.where(known, mixed(position ^ step), 0)
+        key = tl.where(known, key_of(line, known, position), 0)
         tl.store(keys + place, key, mask=mine)
         tl.store(temperature + place, tl.where(mine, warmth, 0.0), mask=mine)
         tl.store(top_p + place, tl.where(mine, nucleus, 0.0), mask=mine)

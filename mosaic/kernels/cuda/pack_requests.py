@@ -28,13 +28,13 @@ def pack_requests_kernel(
     lane = tl.arange(0, LANES)
     known = lane < count
     line = table + (first + lane) * C
-    decides, fills, start, end, keys, own_rows, own_extents, block, served = wants(line, known, group, marked)
+    decides, fills, start, end, keys, own_rows, own_extents, span, served = wants(line, known, group, marked)
     key = served * LANES + lane
     turn = tl.max(served, 0) + 1
     # the prompt that came first, and what is kept for prompts
     oldest = tl.min(tl.where(fills, key, 0x7FFFFFFFFFFFFFFF), 0)
     waited = turn - oldest // LANES
-    least = tl.max(tl.where(fills & (key == oldest), block, 0), 0)
+    least = tl.max(tl.where(fills & (key == oldest), span, 0), 0)
     kept = tl.where((waited >= PATIENCE) & (least > 0), tl.maximum(tokens // KEPT_SHARE, least), 0)
     zero = lane.to(tl.int64) * 0
     before, tokens_before, rows_before, extents_before, prompts, prompt_tokens, prompt_extents = (
@@ -65,7 +65,7 @@ def pack_requests_kernel(
     all_rows = tl.sum(tl.where(taken, own_rows, 0), 0)
     decided_extents = tl.sum(tl.where(taken, own_extents, 0), 0)
     left = tl.maximum(tl.minimum(tokens - decided_tokens - prompt_tokens, length), 0)
-    given = tl.where(fills, left // block * block, 0)
+    given = tl.where(fills, left // span * span, 0)
     reads = fills & (given > 0) & (decided + prompts < sequences)
     reads = reads & (decided_extents + prompt_extents + own_extents <= extents)
 

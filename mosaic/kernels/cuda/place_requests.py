@@ -8,19 +8,24 @@ from typing import Final
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
-from mosaic.kernels.cuda.shared.requests import BLOCK, START, C, float_of, quota_of
+from mosaic.kernels.cuda.shared.requests import BLOCK, DECIDES, SHIFTED, START, C, alone, float_of, key_of, quota_of
+from mosaic.kernels.cuda.shared.sampling import row_word, uniform
+from mosaic.registrar import request_table
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import Column
 
 AT_ONCE: Final = 128  # untuned default
+COMPARED: Final = 16
+"""Positions that random numbers are compared with at once: more of them spill."""
 CANVAS, EXTENT, THRESHOLD = (tl.constexpr(int(one)) for one in (Column.CANVAS, Column.EXTENT, Column.THRESHOLD))
+RANDOM_ONES = tl.constexpr(request_table.RANDOM_ONES)
 NOTHING = tl.constexpr(OPEN)
 
 
 @triton.jit(do_not_specialize=["sequences", "tokens", "most", "count"])
 def place_requests_kernel(
     table, canvas, held_extents, row, begin, cu_seqlens, cu_rows, cu_extents, positions, token_rows, rows, decided_rows,
-    extents, quota, threshold, sequences, tokens, most, count, AT_ONCE: tl.constexpr,
+    extents, quota, threshold, sequences, tokens, most, count, AT_ONCE: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
     window = tl.program_id(0)
     lane = tl.arange(0, AT_ONCE)
@@ -46,10 +51,23 @@ def place_requests_kernel(
         tl.store(token_rows + at + lane, own_canvas + position, mask=at + lane < end)
     row_at, last_row = tl.load(cu_rows + window), tl.load(cu_rows + window + 1)
     block_start, block = tl.load(line + START, mask=known, other=0), tl.load(line + BLOCK, mask=known, other=0)
+    first += tl.load(line + SHIFTED, mask=known, other=0)  # whose row predicts the window's first position
+    drawn = (tl.load(line + DECIDES, mask=known, other=0) == RANDOM_ONES) & (alone(line, known) == 0)
+    least = tl.where(drawn, last_row - row_at, block + 1)
     for at in range(0, tl.where(last_row > row_at, block, 0), AT_ONCE):
         position = block_start + at + lane
         token = tl.load(canvas + own_canvas + position, mask=at + lane < block, other=NOTHING + 1)
-        open_ = (token == NOTHING).to(tl.int32)
+        larger = lane * 0
+        if drawn:
+            chance = uniform(row_word(2, key_of(line, known, position)))
+            for other in range(0, block, COMPARED):
+                number = other + tl.arange(0, COMPARED)
+                place = block_start + number
+                beside = tl.load(canvas + own_canvas + place, mask=number < block, other=NOTHING + 1)
+                its = uniform(row_word(2, key_of(line, known, place)))[None, :]
+                before = (its > chance[:, None]) | ((its == chance[:, None]) & (place[None, :] < position[:, None]))
+                larger += tl.sum((before & (beside == NOTHING)[None, :]).to(tl.int32), 1)
+        open_ = ((token == NOTHING) & (larger < least)).to(tl.int32)
         place = row_at + tl.cumsum(open_, 0) - open_
         mine = (open_ > 0) & (place < last_row)
         tl.store(decided_rows + place, own_canvas + position, mask=mine)
@@ -75,5 +93,5 @@ def launch(
     place_requests_kernel[(sequences + 1,)](
         table, canvas, held_extents, row, begin, cu_seqlens, cu_rows, cu_extents, positions, token_rows, rows,
         decided_rows, extents, quota, threshold, sequences, positions.shape[0], rows.shape[0],
-        extents.shape[0], AT_ONCE=AT_ONCE,
+        extents.shape[0], AT_ONCE=AT_ONCE, COMPARED=COMPARED,
     )  # fmt: skip

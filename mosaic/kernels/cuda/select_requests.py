@@ -60,6 +60,6 @@ def launch(
     """Write all outputs."""
     sequences = row.shape[0]
     select_requests_kernel[(sequences + 1,)](
-        table, row, seen, cu_seqlens, positions, owner, captured, candidates, seen_exactly, seen_sparsely, cu_keys, votes, sequences,
-        positions.shape[0], OWN=own, CARRIED=carried, ANSWER=answer, AT_ONCE=AT_ONCE,
+        table, row, seen, cu_seqlens, positions, owner, captured, candidates, seen_exactly, seen_sparsely, cu_keys, votes,
+        sequences, positions.shape[0], OWN=own, CARRIED=carried, ANSWER=answer, AT_ONCE=AT_ONCE,
     )  # fmt: skip

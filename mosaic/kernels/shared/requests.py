@@ -10,13 +10,14 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mosaic.registrar.request_table import BY_BLOCKS, FROM_BLOCK, MARKED_STEPS, RUNNING, Column
+from mosaic.registrar.request_table import CANVAS_LONG, FROM_BLOCK, MARKED_STEPS, OPEN_ONES, RUNNING, WHOLE, Column
 
-__all__ = ["Wanted", "bits", "floats", "marked", "mixed", "quotas", "wanted"]
+__all__ = ["Wanted", "alone", "bits", "closes", "floats", "keys_of", "marked", "mixed", "quotas", "uniforms", "wanted"]
 
 Ints: TypeAlias = NDArray[np.int64]
 Words: TypeAlias = NDArray[np.uint64]
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+_WORD, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
@@ -45,6 +46,18 @@ def mixed(words: Words) -> Words:
     return words ^ (words >> np.uint64(31))
 
 
+def uniforms(keys_M: Ints) -> NDArray[np.float32]:
+    """Return u in (0, 1) of each random key, float32 [M], as `mosaic.kernels.shared.sampling.uniforms` does."""
+    words = [np.full(len(keys_M), word, dtype=np.uint64) for word in (0, 2, 0, 0)]
+    low, high = keys_M.view(np.uint64) & _WORD, keys_M.view(np.uint64) >> _HALF
+    for _ in range(7):
+        first, second = words[0] * np.uint64(0xD2511F53), words[2] * np.uint64(0xCD9E8D57)
+        words = [second >> _HALF ^ words[1] ^ low, second & _WORD, first >> _HALF ^ words[3] ^ high, first & _WORD]
+        low, high = low + np.uint64(0x9E3779B9) & _WORD, high + np.uint64(0xBB67AE85) & _WORD
+    found = (words[0].astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    return np.minimum(found, np.float32(1.0 - 2.0**-24))
+
+
 def bits(value: float) -> int:
     """Return a number as a table has it: the bits of a float32."""
     return int(np.float32(value).view(np.int32))
@@ -55,9 +68,27 @@ def floats(column: Any) -> np.float32:
     return np.int32(column).view(np.float32)
 
 
+def keys_of(column: NDArray[np.int64], canvas_rows_M: Ints) -> Ints:
+    """Return the random keys of some rows of a request's canvas in its next step, [M]."""
+    step = mixed((column[Column.NOISE : Column.NOISE + 1] ^ column[Column.STEP]).view(np.uint64))
+    return mixed((canvas_rows_M - column[Column.CANVAS]).view(np.uint64) ^ step).view(np.int64)
+
+
 def quotas(table_SC: Ints) -> Ints:
     """Return how many tokens the next step of each request's block commits at least, [S]."""
     return table_SC[:, Column.QUOTA] + (table_SC[:, Column.NUMBER] < table_SC[:, Column.MORE])
+
+
+def closes(table_SC: Ints) -> NDArray[np.bool_]:
+    """Return whether the next step of each request's block writes what precedes it, and decides its first position alone, [S]."""
+    return (table_SC[:, Column.SHIFTED] != 0) & (table_SC[:, Column.BEFORE] > 0)
+
+
+def alone(table_SC: Ints) -> NDArray[np.bool_]:
+    """Return whether the next step of each request decides the first position of its block alone, [S]."""
+    column = table_SC.T
+    first = (column[Column.NUMBER] == 0) & (column[Column.SPAN] == CANVAS_LONG) & (column[Column.WINDOW] != WHOLE)
+    return closes(table_SC) | (first & (column[Column.SHIFTED] != 0))
 
 
 def marked(table_SC: Ints) -> NDArray[np.bool_]:
@@ -71,22 +102,23 @@ def marked(table_SC: Ints) -> NDArray[np.bool_]:
 def wanted(table_SC: Ints) -> Wanted:
     """Return what the requests of a table ask for."""
     column = table_SC.T
-    fills = column[Column.WRITTEN] < column[Column.PREFIX]
-    start, length, window = column[Column.START], column[Column.LENGTH], column[Column.WINDOW]
-    first, blocks = column[Column.NUMBER] == 0, window == BY_BLOCKS
-    whole = (first & ~blocks) | (window == FROM_BLOCK)
-    begin = np.where(first, np.where(blocks, start - column[Column.BEFORE], 0), start)
-    end = np.where(whole, length, start + column[Column.BLOCK])
-    rows = np.where(
-        column[Column.IN_ORDER] != 0, np.minimum(quotas(table_SC), column[Column.OPEN]), column[Column.OPEN]
-    )
+    fills, closing, wide = column[Column.WRITTEN] < column[Column.PREFIX], closes(table_SC), column[Column.WIDE] != 0
+    start, length, opened = column[Column.START], column[Column.LENGTH], column[Column.OPEN]
+    span = start - start % np.maximum(column[Column.SPAN], 1)  # rows of nobody have none
+    span_end = np.minimum(span + column[Column.SPAN], length)
+    to_end = wide | (column[Column.WINDOW] == FROM_BLOCK)
+    rows = np.where(column[Column.DECIDES] == OPEN_ONES, opened, np.minimum(quotas(table_SC), opened))
     return Wanted(
         running=column[Column.STATE] == RUNNING,
         fills=fills,
-        begin=np.where(fills, column[Column.WRITTEN], begin),
-        end=np.where(fills, column[Column.PREFIX], end),
-        seen=np.where(fills, 0, np.where(blocks, end, length)),
-        rows=np.where(fills, 0, rows),
+        begin=np.where(fills, column[Column.WRITTEN], np.where(wide, span, start) - column[Column.BEFORE]),
+        end=np.where(
+            fills,
+            column[Column.PREFIX],
+            np.where(closing, start, np.where(to_end, span_end, start + column[Column.BLOCK])),
+        ),
+        seen=np.where(fills, 0, np.where(closing, start, span_end)),
+        rows=np.where(fills, 0, np.where(alone(table_SC), 1, rows)),
         group=np.where(fills, 0, column[Column.GROUP]),
         marked=~fills & marked(table_SC),
     )

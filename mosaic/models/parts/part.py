@@ -44,8 +44,8 @@ class Part:
 
     def of_table(self, step: StepGraph, served: Mapping[str, Buffer]) -> Mapping[str, Supply]:
         """Return functions that register the part's inputs where a step serves requests of a table (`Tabled`), which gives it by
-        name the table, the canvas, and buffers of who is served: row of the table, first position and keys seen of each window, bounds,
-        and what each token, row to decide and extent is."""
+        name the table, the canvas, and buffers of who is served: row of the table, first position and keys seen of each window,
+        bounds, and what each token, row to decide and extent is."""
         return {}
 
     def note(self, end: Ending, served: Mapping[str, Buffer]) -> None:

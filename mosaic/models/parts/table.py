@@ -68,40 +68,36 @@ class Tabled(Windows):
         keep = g.carry if cut else g.buffer
         served, begins = keep("served", (seqs,), "int64"), keep("begins", (seqs,), "int32")
         bounds = [keep(name, (seqs + 1,), "int32") for name in _BOUNDS]
-        sees: dict[str, Supply] = {
-            "seen": partial(keep, "seen", (seqs,), "int32")
-        }  # a second graph need not ask for it
+        keys: Supply = partial(keep, "seen", (seqs,), "int32")  # a second graph need not ask for it
         if step.phase.graph != "suffix":
-            seen = sees["seen"]()
+            seen = keys()
             g.add_op(
                 "pack_requests", table, step.inputs[ROOM.name], out=(served, begins, seen, *bounds), name="pack",
                 sequences=seqs,
             )  # fmt: skip
-            sees["seen"] = partial(_same, seen)
+            keys = partial(_same, seen)
         shapes: dict[str, tuple[tuple[Any, ...], str]] = {
             "positions": ((tokens,), "int32"), "token_rows": ((tokens,), "int64"), "rows": ((masked,), "int64"),
             "decided_rows": ((masked,), "int64"), "extents": ((extents, 4), "int64"), "quota": ((seqs,), "int32"),
             "threshold": ((seqs,), "float32"),
         }  # fmt: skip
-        placed = {name: g.buffer(name, *shapes[name]) for name in _PLACED if name not in self.results}
-        # of a step that is cut, the second graph gives back the rows that were kept
-        rows = (
-            g.buffer("asked_rows", *shapes["decided_rows"])
-            if cut
-            else g.output("decided_rows", *shapes["decided_rows"])
-        )
-        placed = {name: rows if name == "decided_rows" else placed[name] for name in _PLACED}
+        # of a step that is cut, the second graph gives back those of the rows to decide that are kept
+        own = {name: (f"all_{name}", g.buffer) if cut else (name, g.output) for name in self.results}
+        placed = {}
+        for name in _PLACED:
+            called, make = own.get(name, (name, g.buffer))
+            placed[name] = make(called, *shapes[name])
         g.add_op(
             "place_requests", table, canvas, step.state(HELD_EXTENTS), served, begins, *bounds, out=tuple(placed.values()),
             name="place", tokens=tokens, most=masked, count=extents,
         )  # fmt: skip
         found = placed | {buffer.name: buffer for buffer in bounds}
-        supplied = sees | {name: partial(_same, buffer) for name, buffer in found.items()}
+        supplied = {"seen": keys} | {name: partial(_same, buffer) for name, buffer in found.items()}
         supplied["token_ids"] = partial(_read, step, placed["token_rows"], "tokens", step.arch.mask_token_id)
         supplied["current"] = partial(_read, step, placed["decided_rows"], "current", OPEN)
         supplied |= _draws(step, served, found)
         given = _Given(found | {REQUESTS.name: table, CANVAS.name: canvas, "served": served, "begins": begins})
-        given.seen = sees["seen"]
+        given.seen = keys
         for part in step.phase.parts:
             supplied |= part.of_table(step, given)
         return supplied

@@ -385,9 +385,10 @@ class Reusing(Policy):
             return phase
         return with_parts(phase, cache=Reused(reuse=self._reuse, refreshes=self.refreshes(step)))
 
-    def marks(self, block: int, steps: int) -> int | None:
-        """Mark the steps that refresh."""
-        return marks_of(self._reuse.refreshes_in, block)
+    def of_table(self, phase: Phase, step: BlockStep) -> tuple[Phase, int] | None:
+        """Mark the steps that refresh, which follow from a step's number if changes are not measured."""
+        marks = marks_of(self._reuse.refreshes_in, step.end - step.start) if self.tabled else None
+        return None if marks is None else (with_parts(phase, cache=Reused(reuse=self._reuse, refreshes=False)), marks)
 
     def tell(self, step: BlockStep, request: Any) -> None:
         """State the length of the prefix, and whether the step refreshes."""

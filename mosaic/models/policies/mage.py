@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from mosaic.errors import UsageError
@@ -496,9 +497,10 @@ class Selecting(Policy):
         selects = chosen.selects_in(step.number, step.steps)
         return with_parts(phase, cache=Selected(attention=chosen, selects=selects, refreshes=refreshes))
 
-    def marks(self, block: int, steps: int) -> int | None:
-        """Mark the steps that select."""
-        return marks_of(lambda step: self._attention.selects_in(step, steps), block)
+    def of_table(self, phase: Phase, step: BlockStep) -> tuple[Phase, int] | None:
+        """Mark the steps that select; the others refresh if one of them does."""
+        found = _of_table(self._attention, step.end - step.start, step.steps) if self.tabled else None
+        return None if found is None else (with_parts(phase, cache=found[0]), found[1])
 
     def tell(self, step: BlockStep, request: Any) -> None:
         """State the length of the prefix, how it is attended to, and who votes."""
@@ -521,3 +523,12 @@ class Selecting(Policy):
         """Record the refreshed rows, if exact layers reuse."""
         if self._reusing is not None:
             self._reusing.take(step, request, result)
+
+
+@lru_cache(maxsize=1024)
+def _of_table(chosen: SparseAttention, block: int, steps: int) -> tuple[Selected, int] | None:
+    """The cache policy of a block's steps that do not select, and the bits of those that do."""
+    selects = [chosen.selects_in(step, steps) for step in range(block)]
+    marks, reuse = marks_of(selects.__getitem__, block), chosen.reuse
+    refreshes = reuse is not None and any(reuse.refreshes_in(step) and not selects[step] for step in range(block))
+    return None if marks is None else (Selected(attention=chosen, selects=False, refreshes=refreshes), marks)

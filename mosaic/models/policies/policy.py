@@ -171,10 +171,10 @@ class Policy:
         """Return the phase of a step; before anything has run, it depends on the step's number alone."""
         return phase
 
-    def marks(self, block: int, steps: int) -> int | None:
-        """Return the bits of the steps of a block that a table marks (`Column.MARKS`), where the block of so many tokens is to take
-        `steps`; None: no bits say it."""
-        return 0
+    def of_table(self, phase: Phase, step: BlockStep) -> tuple[Phase, int] | None:
+        """Return the phase of the steps of a table's requests, and the bits of the steps of a block that it marks (`Column.MARKS`),
+        by the first step of one; None: they cannot have the policy."""
+        return (self.phase(phase, step), 0) if self.tabled else None
 
     def tell(self, step: BlockStep, request: Any) -> None:
         """Add what the step's parts need: to `step.values`, or by setting `places`, `key_len` or `counts`.
@@ -193,7 +193,8 @@ def with_parts(phase: Phase, **parts: Any) -> Phase:
 
 
 def marks_of(marked: Callable[[int], bool], block: int) -> int | None:
-    """Return the bits of the marked steps of a block; None if its steps are too many, and the last bit does not stand for all of them.
+    """Return the bits of the marked steps of a block; None if its steps are too many, and the last bit does not stand for all of
+    them.
 
     >>> bin(marks_of(lambda step: step % 3 == 0, 8)), marks_of(lambda step: step % 3 == 0, 128)
     ('0b1001001', None)

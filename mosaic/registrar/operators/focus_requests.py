@@ -9,8 +9,8 @@ A step of a block counts from its first one on; where `first_step` is "prefill",
 tokens of the prompt. Let n be the steps before it that count, -1 in such a prefill.
 
 - first[i] is where the block begins, owner[i] its row of the state.
-- listed[i] lists offsets from there, then -1: of all positions of the block, or with `importance` "masked" of those where the canvas
-  has nothing. votes[t] says whether a token is at such a position.
+- listed[i] lists offsets from there, then -1: of all positions of the block, or with `importance` "masked" of those where the
+  canvas has nothing. votes[t] says whether a token is at such a position.
 - status[t] of tokens at positions of the block where the canvas has nothing: 1 below those that were kept, of which there are
   `processed` before the first step; else 2; 0 of others, and in a prefill, or where n is 0 and `first_step` "whole".
 - progress[i] is the number of positions that were kept, or with `reach` "step" 0.

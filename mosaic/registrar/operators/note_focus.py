@@ -1,7 +1,7 @@
 """What a step has kept and decided of requests of a table, noted in the state of `focus_requests`.
 
-row is that of `pack_requests`, `own` and the state are those of `focus_requests`, and seen is that of `evict_tokens`. cu_seqlens and
-cu_rows are bounds of the kept rows and of those decided, committed[M] says which of these are taken. Of window i, unless it is
+row is that of `pack_requests`, `own` and the state are those of `focus_requests`, and seen is that of `evict_tokens`. cu_seqlens
+and cu_rows are bounds of the kept rows and of those decided, committed[M] says which of these are taken. Of window i, unless it is
 empty or a prefill that does not count, the state takes
 
 - the positions of its block that were kept so far: seen[i] less where the block begins, if they are more than before;

@@ -1,8 +1,8 @@
 """What the requests that a step serves reuse of attention to their prefixes, and which of them attend to theirs again (FlashBlock).
 
-row is that of `pack_requests`; table[S, C] has a row a request. The windows are of blocks, none of a prompt. A request's prefix are the
-START keys before its block. It refreshes in a block's first step, and after every `steps` steps of the block, if that is not 0. For
-window i:
+row is that of `pack_requests`; table[S, C] has a row a request. The windows are of blocks, none of a prompt. A request's prefix are
+the START keys before its block. It refreshes in a block's first step, and after every `steps` steps of the block, if that is not 0.
+For window i:
 
 - kept_row[i] is its column `own`, the row of its outputs over the prefix;
 - prefix[i] is START;

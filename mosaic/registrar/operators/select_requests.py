@@ -1,9 +1,9 @@
 """How the requests that a step serves attend to selected keys of their prefixes, and which of them select (MAGE).
 
 row, seen and cu_seqlens are those of `pack_requests`, positions those of `place_requests`; table[S, C] has a row a request. The
-windows are of blocks, none of a prompt. A request's prefix are the START keys before its block. It selects in step NUMBER of a block if
-that bit of MARKS is set. If `carried`, it attends to the last block's selection in its first step, unless there is no last block after
-PREFIX. For window i:
+windows are of blocks, none of a prompt. A request's prefix are the START keys before its block. It selects in step NUMBER of a
+block if that bit of MARKS is set. If `carried`, it attends to the last block's selection in its first step, unless there is no last
+block after PREFIX. For window i:
 
 - owner[i] is its column `own`, the row of its selections;
 - captured[i] is the prefix that the selection is of: START, or START - BLOCK if it attends to the last block's;

@@ -6,22 +6,28 @@ from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.registrar import request_table
 from mosaic.registrar.request_table import COLUMNS, Column
 
-__all__ = ["C", "float_of", "mark_of", "mixed", "quota_of", "wants"]
+__all__ = ["C", "alone", "closes", "float_of", "key_of", "mark_of", "mixed", "quota_of", "wants"]
 
 C = tl.constexpr(COLUMNS)
 STATE, EXTENTS, PREFIX, LENGTH, BLOCK = (
     tl.constexpr(int(column)) for column in (Column.STATE, Column.EXTENTS, Column.PREFIX, Column.LENGTH, Column.BLOCK)
 )
-WINDOW, QUOTA, MORE, IN_ORDER, GROUP, MARKS = (
+WINDOW, QUOTA, MORE, DECIDES, GROUP, MARKS, SPAN, SHIFTED = (
     tl.constexpr(int(column))
-    for column in (Column.WINDOW, Column.QUOTA, Column.MORE, Column.IN_ORDER, Column.GROUP, Column.MARKS)
-)
-WRITTEN, START, BEFORE, NUMBER, OPEN, SERVED = (
+    for column in (
+        Column.WINDOW, Column.QUOTA, Column.MORE, Column.DECIDES, Column.GROUP, Column.MARKS, Column.SPAN, Column.SHIFTED
+    )
+)  # fmt: skip
+WRITTEN, START, BEFORE, NUMBER, OPEN, WIDE, SERVED = (
     tl.constexpr(int(column))
-    for column in (Column.WRITTEN, Column.START, Column.BEFORE, Column.NUMBER, Column.OPEN, Column.SERVED)
-)
+    for column in (
+        Column.WRITTEN, Column.START, Column.BEFORE, Column.NUMBER, Column.OPEN, Column.WIDE, Column.SERVED
+    )
+)  # fmt: skip
+NOISE, STEP = tl.constexpr(int(Column.NOISE)), tl.constexpr(int(Column.STEP))
 RUNNING, MARKED_STEPS = tl.constexpr(request_table.RUNNING), tl.constexpr(request_table.MARKED_STEPS)
-BY_BLOCKS, FROM_BLOCK = tl.constexpr(request_table.BY_BLOCKS), tl.constexpr(request_table.FROM_BLOCK)
+FROM_BLOCK, CANVAS_LONG = tl.constexpr(request_table.FROM_BLOCK), tl.constexpr(request_table.CANVAS_LONG)
+OPEN_ONES, WHOLE = tl.constexpr(request_table.OPEN_ONES), tl.constexpr(request_table.WHOLE)
 
 
 @triton.jit
@@ -38,6 +44,21 @@ def quota_of(line, known):
 
 
 @triton.jit
+def closes(line, known):
+    """Whether the next step writes what precedes the block, and decides its first position alone."""
+    return (tl.load(line + SHIFTED, mask=known, other=0) != 0) & (tl.load(line + BEFORE, mask=known, other=0) > 0)
+
+
+@triton.jit
+def alone(line, known):
+    """Whether the next step decides the first position of the block alone."""
+    first = (tl.load(line + NUMBER, mask=known, other=1) == 0) & (tl.load(line + SHIFTED, mask=known, other=0) != 0)
+    in_canvas = tl.load(line + SPAN, mask=known, other=0) == CANVAS_LONG
+    whole = tl.load(line + WINDOW, mask=known, other=0) == WHOLE
+    return closes(line, known) | (first & in_canvas & (whole == 0))
+
+
+@triton.jit
 def mark_of(line, known):
     """Whether the next step of a request's block has its bit in MARKS."""
     number = tl.load(line + NUMBER, mask=known, other=0)
@@ -47,22 +68,23 @@ def mark_of(line, known):
 @triton.jit
 def wants(line, known, group, marked):
     """Of rows of the table, in a step of a group, marked or not: who decides, who reads its prompt, the window, the keys it sees,
-    rows, extents, block and turn."""
+    rows, extents, span and turn."""
     running = tl.load(line + STATE, mask=known, other=0) == RUNNING
     written, prefix = tl.load(line + WRITTEN, mask=known, other=0), tl.load(line + PREFIX, mask=known, other=0)
     start, length = tl.load(line + START, mask=known, other=0), tl.load(line + LENGTH, mask=known, other=0)
     block, window = tl.load(line + BLOCK, mask=known, other=1), tl.load(line + WINDOW, mask=known, other=0)
-    first, blocks = tl.load(line + NUMBER, mask=known, other=0) == 0, window == BY_BLOCKS
+    span = tl.maximum(tl.load(line + SPAN, mask=known, other=1), 1)  # rows of nobody have none
     mine = (tl.load(line + GROUP, mask=known, other=0) == group) & ((mark_of(line, known) == 0) | (marked != 0))
-    fills = written < prefix
-    before = tl.load(line + BEFORE, mask=known, other=0)
-    begin = tl.where(first, tl.where(blocks, start - before, 0), start)
-    end = tl.where((first & (window != BY_BLOCKS)) | (window == FROM_BLOCK), length, start + block)
-    seen = tl.where(blocks, end, length)
-    open_ = tl.load(line + OPEN, mask=known, other=0)
-    ordered = tl.load(line + IN_ORDER, mask=known, other=0) != 0
-    rows = tl.where(ordered, tl.minimum(quota_of(line, known), open_), open_)
-    begin, end = tl.where(fills, written, begin), tl.where(fills, prefix, end)
+    fills, closing, wide = written < prefix, closes(line, known), tl.load(line + WIDE, mask=known, other=0) != 0
+    span_start = start - start % span
+    span_end = tl.minimum(span_start + span, length)
+    begin = tl.where(wide, span_start, start) - tl.load(line + BEFORE, mask=known, other=0)
+    end = tl.where(wide | (window == FROM_BLOCK), span_end, start + block)
+    begin, end = tl.where(fills, written, begin), tl.where(fills, prefix, tl.where(closing, start, end))
+    seen = tl.where(closing, start, span_end)
+    open_, decides = tl.load(line + OPEN, mask=known, other=0), tl.load(line + DECIDES, mask=known, other=0)
+    rows = tl.where(decides == OPEN_ONES, open_, tl.minimum(quota_of(line, known), open_))
+    rows = tl.where(alone(line, known), 1, rows)
     extents, served = tl.load(line + EXTENTS, mask=known, other=0), tl.load(line + SERVED, mask=known, other=0)
     return (
         running & mine & (written >= prefix),
@@ -72,9 +94,16 @@ def wants(line, known, group, marked):
         seen,
         rows,
         extents,
-        block,
+        span,
         served,
     )
+
+
+@triton.jit
+def key_of(line, known, position):
+    """The random keys of positions in the next step."""
+    step = mixed(tl.load(line + NOISE, mask=known, other=0) ^ tl.load(line + STEP, mask=known, other=0))
+    return mixed(position ^ step)
 
 
 @triton.jit
