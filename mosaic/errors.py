@@ -39,12 +39,15 @@ class UnknownName(UsageError):
 
 
 class DoesNotFit(MosaicError):
-    """A valid request that needs more bytes than are available."""
+    """A valid request that needs more bytes than are available. If they will be, `steps` says after how many steps of the session
+    at most."""
 
     exit_code = 3
 
-    def __init__(self, message: str, *, needed_bytes: int = 0, available_bytes: int = 0) -> None:
-        self.needed_bytes, self.available_bytes = needed_bytes, available_bytes
+    def __init__(
+        self, message: str, *, needed_bytes: int = 0, available_bytes: int = 0, steps: int | None = None
+    ) -> None:
+        self.needed_bytes, self.available_bytes, self.steps = needed_bytes, available_bytes, steps
         super().__init__(message)
 
 

@@ -59,12 +59,15 @@ def table_row(config: GenerationConfig, architecture: Architecture, prompt_len: 
 
 def _with_policies(row: TableRow, config: GenerationConfig, architecture: Architecture) -> TableRow | None:
     """The same with the kind of step that its policies make, if requests of a table can have all of them."""
+    policies = policies_of(config, architecture, row.length)
+    if not policies:
+        return row
     phase, marks, end = row.phase, 0, row.start + row.block
     step = BlockStep(
         start=row.start, end=end, number=0, steps=config.steps or row.block, window=(row.start, end), prefix=row.prefix
     )
     by_blocks = row.window == BY_BLOCKS and not row.shifted  # there a step that writes a block attends exactly
-    for policy in policies_of(config, architecture, row.length):
+    for policy in policies:
         found = policy.of_table(phase, step) if by_blocks else None
         if found is None:
             return None

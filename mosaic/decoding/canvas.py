@@ -6,7 +6,7 @@ scores, never logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -255,6 +255,11 @@ class Canvas:
         for state, count in () if self._held else self.demand.items():
             self._held[state] = self.open_state(state)
             self._held[state].reserve(count)
+
+    @property
+    def held(self) -> Collection[StateRows]:
+        """The request's rows of all states."""
+        return self._held.values()
 
     def close(self) -> None:
         """Give all rows back."""

@@ -108,7 +108,7 @@ def check_prompt(prompt: Tensor, config: GenerationConfig, arch: Architecture, *
         raise UsageError(f"{which}: expected token ids [P], got {prompt.dtype} of shape {list(prompt.shape)}.")
     if not prompt.numel():
         raise UsageError(f"{which} is empty; give at least one token.")
-    low, high = int(prompt.min()), int(prompt.max())
+    low, high = map(int, prompt.aminmax())
     if low < 0 or high >= arch.vocabulary:
         raise UsageError(
             f"{which}: expected ids in [0, {arch.vocabulary}), got {low if low < 0 else high}; is it of another tokenizer?"

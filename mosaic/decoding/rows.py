@@ -6,6 +6,7 @@ are generators on the host.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from mosaic.decoding.noise import key_of
 from mosaic.kernels.shared.requests import bits
-from mosaic.models.parts import CANVAS, HELD_EXTENTS, KEPT, KV, REQUESTS, TABLED, CachePolicy, Commit, Cut
+from mosaic.models.parts import CANVAS, HELD_EXTENTS, KEPT, KV, REQUESTS, TABLED, CachePolicy, Commit, Cut, Head
 from mosaic.models.parts.table import own_column, own_states
 from mosaic.models.phase import Phase
 from mosaic.registrar.operators.read_canvas import OPEN
@@ -82,7 +83,7 @@ class TableRow(NamedTuple):
     @property
     def phase(self) -> Phase:
         """The kind of step that serves it."""
-        return Phase(tokens=TABLED, cache=self.cache, cut=self.cut, head=self.sampling.head, commit=RULE)
+        return _phase(self.cache, self.cut, self.sampling.head)
 
     @property
     def most_tokens(self) -> int:
@@ -96,6 +97,11 @@ class TableRow(NamedTuple):
         """Return which block begins at a position; those in one span of the model count as one."""
         width, first = self.span or self.block, self.start - (self.start % self.span if self.span else 0)
         return max(start - first, 0) // width
+
+
+@lru_cache(maxsize=256)
+def _phase(cache: CachePolicy, cut: Cut | None, head: Head) -> Phase:
+    return Phase(tokens=TABLED, cache=cache, cut=cut, head=head, commit=RULE)
 
 
 def demand_of(row: TableRow, holes: int) -> dict[State, int]:

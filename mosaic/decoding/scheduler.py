@@ -23,6 +23,7 @@ from mosaic.models.parts import KEPT, REQUESTS, CachePolicy, Cut
 from mosaic.models.phase import Phase, shared_phase
 from mosaic.models.policies.policy import with_parts
 from mosaic.models.step import StepSize, bucket
+from mosaic.registrar.operators.pack_requests import PATIENCE
 from mosaic.registrar.request_table import CANVAS_LONG, ENDED, OPEN_ONES, WHOLE, Column, Reported
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.kept_counts import KeptOfRequests
@@ -108,19 +109,70 @@ class Scheduler:
         """Return whether steps fit that serve all live requests and these at once, once `more` rows of states are taken."""
         return all(self._table.admits(room, more) for room in self._shared(rows))
 
+    def room_in(self, rows: Sequence[TableRow], more: Mapping[State, int]) -> int | None:
+        """Return in how many steps at most these fit, unless others come before; None if they may never, or nobody can say.
+
+        If live requests decide by blocks in steps that are not cut, each step of their group serves all; otherwise one at least.
+        From `PATIENCE` steps after a prompt came, each step writes keys of a span of it.
+        """
+        live = sorted([self._left(place) for place in self._live.nonzero()[0].tolist()])
+        requests = [self._requests[place] for _, _, place in live]
+
+        def fit(count: int) -> bool:
+            gone = requests[:count]
+            held = {owned for request in gone for owned in request.held}
+            return all(self._table.admits(room, more, held) for room in self._shared(rows, gone))
+
+        count = bisect_left(range(len(live) + 1), True, key=fit)
+        if self._waiting or count > len(live):
+            return None
+        all_at_once = sum(kind.tokens * number for kind, number in self._kinds.items()) <= self._most_tokens and all(
+            kind.tokens <= 2 * kind.block and kind.phase.cut is None for kind in self._kinds
+        )
+        steps = live[count - 1][0] * (1 if all_at_once else len(live)) if count else 0
+        spans = [left for _, left, _ in live if left]
+        return AHEAD + len(self._groups) * (steps + sum(spans) + PATIENCE * len(spans))
+
+    def _left(self, place: int) -> tuple[int, int, int]:
+        """Steps that a request takes at most from its prompt on, spans of that whose keys are not written, and its row of the
+        table."""
+        column = [int(value) for value in self._table.columns[place]]
+        of_block = (column[Column.BLOCK] - column[Column.MORE]) // column[Column.QUOTA] + 2 * column[Column.SHIFTED]
+        blocks = -(-(column[Column.END] - column[Column.START]) // column[Column.BLOCK])
+        prompt = max(column[Column.PREFIX] - column[Column.WRITTEN], 0)
+        return blocks * of_block, -(-prompt // column[Column.SPAN]), place
+
+    def longest(self, row: TableRow) -> int:
+        """Return the positions that a request like this may have at most, alone in the session; 0: none fits."""
+        held = {owned for request in self._all() for owned in request.held}
+
+        def fit(blocks: int) -> bool:
+            length = blocks * row.block
+            start = min(row.start, length - row.block)
+            shorter = row._replace(length=length, start=start, prefix=min(row.prefix, start))
+            rooms = self._shared([shorter], self._all())
+            return all(self._table.admits(room, demand_of(shorter, 0), held) for room in rooms)
+
+        return row.block * bisect_left(range(1, row.length // row.block + 1), True, key=lambda blocks: not fit(blocks))
+
+    def _all(self) -> list[TabledRequest]:
+        return [*self._requests[self._live].tolist(), *self._waiting]
+
     def sizes(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> list[StepSize]:
         """Return the sizes of these steps, one a group."""
         states = self._table.beside(more)
         return [self._table.size(room, states) for room in self._shared(rows)]
 
-    def _shared(self, rows: Iterable[TableRow]) -> list[Room]:
-        """The room of each group's step that serves all blocks.
+    def _shared(self, rows: Iterable[TableRow], gone: Iterable[TabledRequest] = ()) -> list[Room]:
+        """The room of each group's step that serves all blocks of live requests, but those who have `gone`, and of these.
 
         Steps take `most_tokens` at most, unless one request needs more, and of whole canvases one at a time.
         """
         counts = Counter(self._kinds)
         for row in rows:
             counts.update(self._kinds_of(row))
+        for request in gone:
+            counts -= Counter(self._kinds_of(request.row))
         found = []
         for group in dict.fromkeys(kind.group for kind in counts):
             mine = {kind: count for kind, count in counts.items() if kind.group == group}

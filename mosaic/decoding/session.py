@@ -12,7 +12,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
@@ -30,7 +29,7 @@ from mosaic.decoding.scheduler import DELAY_MS, MOST_TOKENS, Scheduler
 from mosaic.decoding.streaming import OnStep, Step, Steps, Streamer
 from mosaic.decoding.tabled import ServedSteps, TabledRequest
 from mosaic.decoding.tokenizer import Tokenizer
-from mosaic.errors import UsageError
+from mosaic.errors import DoesNotFit, UsageError
 from mosaic.models.parts import REQUESTS
 from mosaic.models.step import StepSize, most_rows
 from mosaic.runtime.interrupts import interrupts_held, interrupts_let_through
@@ -47,10 +46,11 @@ _log = logging.getLogger(__name__)
 
 
 class _Described(NamedTuple):
-    """A request before it is live: token ids, resolved options, positions of its canvas, rows of states that it takes, and its
-    largest steps, or what a table has to know of it."""
+    """A request before it is live: the number that it draws by, token ids, resolved options, positions of its canvas, rows of
+    states that it takes, and its largest steps, or what a table has to know of it."""
 
     submission: Submission
+    number: int
     prompt: Tensor
     config: GenerationConfig
     length: int
@@ -266,25 +266,24 @@ class Session(ClosesOnExit):
         for place, submission in enumerate(submissions):
             if not isinstance(submission, Submission):
                 raise UsageError(f"expected Submission(prompt=…), got {type(submission).__name__}.")
-            if submission.request_id is None:
-                submission = replace(submission, request_id=self._submitted + place)
+            number = self._submitted + place if submission.request_id is None else submission.request_id
             which = f"prompt {place}" if len(submissions) > 1 else "the prompt"
             config = resolve(submission.config, arch)
             prompt = token_ids(submission.prompt, self._tokenizer, which=which)
             check_prompt(prompt, config, arch, which=which)
-            one = self._of_options(submission, prompt, config)
+            one = self._of_options(submission, number, prompt, config)
             expected = expected_step(config, one.largest)
             if expected is not None and not self._runner.pays(expected):
                 _log.warning(
                     "request %d: eviction left out: by the plans it saves no time with %d a step; expect more to evict "
                     "(requests=64)",
-                    submission.request_id, len(expected.windows),
+                    number, len(expected.windows),
                 )  # fmt: skip
-                one = self._of_options(submission, prompt, resolve(uncut(submission.config), arch))
+                one = self._of_options(submission, number, prompt, resolve(uncut(submission.config), arch))
             found.append(one)
         return found
 
-    def _of_options(self, submission: Submission, prompt: Tensor, config: GenerationConfig) -> _Described:
+    def _of_options(self, submission: Submission, number: int, prompt: Tensor, config: GenerationConfig) -> _Described:
         """Describe a request by resolved options."""
         arch, tokens = self._runner.architecture, prompt.numel()
         row = None if self._table is None else table_row(config, arch, tokens)
@@ -293,10 +292,10 @@ class Session(ClosesOnExit):
                 demand_of(row, self._table.holes),
                 row.cut is not None and row.cut.expects,
             )  # whether a cut pays
-            largest = largest_steps(config, arch, tokens, submission.request_id or 0) if asks else []
-            return _Described(submission, prompt, config, row.length, demand, largest, row)
-        largest = largest_steps(config, arch, tokens, submission.request_id or 0)
-        return _Described(submission, prompt, config, canvas_length(config, arch, tokens), most_rows(largest), largest)
+            largest = largest_steps(config, arch, tokens, number) if asks else []
+            return _Described(submission, number, prompt, config, row.length, demand, largest, row)
+        largest, length = largest_steps(config, arch, tokens, number), canvas_length(config, arch, tokens)
+        return _Described(submission, number, prompt, config, length, most_rows(largest), largest)
 
     def _tokenizer(self) -> Tokenizer:
         """The tokenizer of the model's directory, read once."""
@@ -319,11 +318,25 @@ class Session(ClosesOnExit):
         return all(table.admits(tabled if table is self._scheduler else (), rows) for table in self._shared.tables)
 
     def _refuse(self, more: Sequence[_Described]) -> None:
-        """Say what is missing."""
+        """Say what is missing, and when there will be room; or what would fit."""
         sizes, tabled, rows = self._asked(more)
         for table in self._shared.tables:
             sizes += table.sizes(tabled if table is self._scheduler else (), rows)
-        self._runner.check(sizes, more=rows)
+        try:
+            self._runner.check(sizes, more=rows)
+        except DoesNotFit as refused:
+            scheduler = self._scheduler
+            if scheduler is None or len(tabled) < len(more) or scheduler.count < len(self._live):
+                raise  # nobody knows how long a generator takes
+            steps, said = scheduler.room_in(tabled, rows), f"{refused}"
+            if steps is not None:
+                said += f" If nobody else comes, there is room in {steps:,} steps at most."
+            elif len(tabled) == 1:
+                longest = scheduler.longest(tabled[0])
+                said += f" Alone, such a request fits with {longest:,} positions of prompt and answer at most."
+            raise DoesNotFit(
+                said, needed_bytes=refused.needed_bytes, available_bytes=refused.available_bytes, steps=steps
+            ) from None
 
     def _asked(self, more: Sequence[_Described]) -> tuple[list[StepSize], list[TableRow], Counter[State]]:
         """The largest steps that generators may share, who comes to the table, and the rows that `more` take."""
@@ -342,7 +355,7 @@ class Session(ClosesOnExit):
             prompt=described.prompt.to("cpu", torch.int64),
             config=described.config,
             architecture=self._runner.architecture,
-            request=described.submission.request_id or 0,
+            request=described.number,
             length=described.length,
             demand=described.demand,
             open_state=self._runner.open_rows,

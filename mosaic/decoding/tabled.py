@@ -59,6 +59,11 @@ class TabledRequest(LiveRequest):
         """Whether somebody wants to know of each of its steps."""
         return self._submission.on_step is not None or self._submission.streamer is not None
 
+    @property
+    def held(self) -> list[OwnedRows]:
+        """Its rows of all states."""
+        return [cast("OwnedRows", rows) for rows in self._canvas.held]
+
     def begin(self) -> None:
         """Take the rows of all states, and a row of the table if one is free."""
         try:

@@ -28,7 +28,7 @@ from mosaic.runtime.poison import POISON
 from mosaic.runtime.recent import Recent
 from mosaic.runtime.sharing import SharedSizes
 from mosaic.runtime.spans import Span, joined, without
-from mosaic.runtime.state_rows import RowTable
+from mosaic.runtime.state_rows import OwnedRows, RowTable
 from mosaic.runtime.step_memory import HeldValues, StepMemory
 from mosaic.runtime.step_plans import Settings, StepPlans
 from mosaic.runtime.streams import shared_streams
@@ -208,12 +208,14 @@ class Engine:
         """Rows of each state in use."""
         return {state: table.rows for state, table in self._tables.items()}
 
-    def states_with(self, more: Mapping[State, int]) -> dict[State, int]:
-        """Return the rows of each state once `more` are taken: those that nobody owns are handed out first."""
+    def states_with(self, more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> dict[State, int]:
+        """Return the rows of each state once owners have `gone` and `more` are taken: rows that nobody owns come first."""
+        before = {state: table.room(0, gone) for state, table in self._tables.items()} if gone else self.states
         with_more = {
-            state: self._tables[state].room(count) if state in self._tables else count for state, count in more.items()
+            state: self._tables[state].room(count, gone) if state in self._tables else count
+            for state, count in more.items()
         }
-        return self.states | with_more
+        return before | with_more
 
     def scattered(self, sizes: Iterable[StepSize]) -> list[StepSize]:
         """Return the same steps with as many extents of rows as their sequences may come to have; `exact` ones have them."""

@@ -7,8 +7,9 @@ enters and when it leaves, and keeps a copy of table and canvases from what step
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from time import perf_counter
 from types import MappingProxyType
@@ -92,6 +93,7 @@ class Room(NamedTuple):
     rows: int
 
     @classmethod
+    @lru_cache(maxsize=4096)
     def of(cls, phase: Phase, requests: int, blocks: int, block: int, rows: int) -> Room:
         """Return room for at least so many requests and rows, in one of few numbers of windows and rows."""
         windows = min([count for count in _windows(blocks) if count >= requests], default=blocks)
@@ -190,6 +192,10 @@ class RequestTable:
         self.columns = np.zeros((ROWS, COLUMNS), dtype=np.int64)
         self.steps = np.zeros(ROWS, dtype=np.int64)
         self.planned: frozenset[tuple[State, int]] = frozenset()
+        self._held = dict(self.planned)
+        self._covered: tuple[int, Room] | None = (
+            None  # for which rows of states, by their count of changes, and which step
+        )
         self.tokens, self.confidence = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
         self._free: list[int] = [*range(ROWS - 1, -1, -1)]  # the last is the next one
         self._leaving: deque[tuple[int, int]] = deque()  # rows, and the step before which they are not free
@@ -326,27 +332,31 @@ class RequestTable:
         asked = room, self.planned if states is None else states
         return self._fitting.find(asked, lambda: all(map(self._engine.plans.fits_exactly, self.size(*asked).graphs)))
 
-    def admits(self, room: Room, more: Mapping[State, int]) -> bool:
-        """Return whether such a step fits the budget once `more` rows of states are taken."""
-        states = self._engine.states_with(more)
-        if _within(states, dict(self.planned)) and self.fits(room):
+    def admits(self, room: Room, more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> bool:
+        """Return whether such a step fits the budget once owners of rows have `gone` and `more` rows of states are taken."""
+        states = self._engine.states_with(more, gone)
+        if _within(states, self._held) and self.fits(room):
             return True
         return any(self.fits(room, found) for found in _roundings(states))
 
     def cover(self, least: Room, wanted: Room, more: Mapping[State, int] = NO_ROWS) -> None:
         """Plan steps from now on for the rows of states that there are once `more` are taken, and for as many as there were.
 
-        If the `least` step does not fit beside them, or less than half is taken and the `wanted` one does not fit, steps go without
-        what is not taken.
+        If the `wanted` step does not fit beside them, steps go without what is not taken; if it does not fit even so, the `least`
+        one has to.
         """
-        states, before = self._engine.states_with(more), dict(self.planned)
-        emptier = 2 * sum(states.values()) < sum(before.values())
-        if _within(states, before) and self.fits(wanted if emptier else least):
+        asked = self._engine.changes, wanted
+        if asked == self._covered and not more:
+            return
+        self._covered = asked
+        states, before = self._engine.states_with(more), self._held
+        if _within(states, before) and self.fits(wanted):
             return
         most = {state: max(count, states.get(state, 0)) for state, count in {**states, **before}.items()}
-        tried = [*([] if emptier else _roundings(most)), *_roundings(states)]
+        tried = [*_roundings(most), *_roundings(states)]
         fitting = (found for room in (wanted, least) for found in tried if self.fits(room, found))
         self.planned = next(fitting, tried[-1])
+        self._held = dict(self.planned)
 
     def rehearse(self, room: Room, group: int, *, marked: bool) -> None:
         """Plan, compile and capture a step, which serves nobody."""

@@ -52,7 +52,7 @@ class SharedSizes:
     @property
     def tables(self) -> list[Tabled]:
         """The tables of all sessions."""
-        return [one.table for one in self._all if one.table is not None]
+        return [one.table for one in (self._all if len(self._all) > 1 else (self,)) if one.table is not None]
 
     def add(self, request: Hashable, largest: Sequence[StepSize]) -> None:
         """Add a live request, with its largest steps."""
@@ -69,7 +69,7 @@ class SharedSizes:
         """Return the sizes with the largest steps of other requests added, and the sizes of other sessions if those, or other
         newcomers (`rows`), take rows of states, which stand beside every session's steps; nothing changes."""
         found = self._joined_with(more)
-        if rows or any(size.states for largest in more for size in largest):
+        if len(self._all) > 1 and (rows or any(size.states for largest in more for size in largest)):
             for other in self._all:
                 found += other._joined_with([]) if other is not self else []
         return found

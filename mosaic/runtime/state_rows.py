@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from contextlib import AbstractContextManager
 from threading import RLock
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from torch import Tensor
 from mosaic.errors import UsageError
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.range_pool import ClosesOnExit
-from mosaic.runtime.spans import Span, Spans, joined, total
+from mosaic.runtime.spans import Span, Spans, joined, total, without
 
 
 class RowTable:
@@ -96,11 +96,17 @@ class RowTable:
         """Free rows `[start, end)` below `rows`."""
         return self._free
 
-    def room(self, count: int) -> int:
-        """Return the rows that the state has to have once `count` more are handed out, to any number of owners."""
+    def room(self, count: int, gone: Collection[OwnedRows] = ()) -> int:
+        """Return the rows that the state has to have once `gone` have given back theirs, and `count` more are handed out, to any
+        number of owners."""
+        rows, free = self.rows, self._free
+        if gone:
+            taken = joined([span for owned in self._owned if owned not in gone for span in owned.spans()])
+            rows = taken[-1][1] if taken else 0
+            free = list(without([(0, rows)], taken))
         if self.together:  # a hole that has room for all has room for the last, wherever the others go
-            return self.rows + (0 if any(end - start >= count for start, end in self._free) else count)
-        return self.rows + max(count - total(self._free), 0)
+            return rows + (0 if any(end - start >= count for start, end in free) else count)
+        return rows + max(count - total(free), 0)
 
     def most_extents(self, owners: int) -> int:
         """Return an upper bound of extents after `owners` more owners have reserved once each: each reservation fills
@@ -134,7 +140,7 @@ class RowTable:
         return found
 
     def _hole(self, count: int) -> int | None:
-        """The hole that `count` rows come into: the smallest that holds them, or else the largest, as far as it goes."""
+        """The number of the hole that `count` rows come into: the smallest that holds them, or else the largest."""
         sizes = [end - start for start, end in self._free]
         whole = [size for size in sizes if size >= count]
         if whole:
@@ -222,6 +228,10 @@ class OwnedRows(ClosesOnExit):
             If there are fewer rows.
         """
         return [(piece.first, piece.last - piece.first) for piece in self._between(start, self._stop(start, end))]
+
+    def spans(self) -> list[Span]:
+        """Return the rows that are not others' before they are given back."""
+        return [piece.extent if self._table.in_extents else piece[:2] for piece in self._pieces]
 
     def close(self) -> None:
         """Give all rows back. Closing twice is fine."""

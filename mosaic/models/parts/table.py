@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from mosaic.models.inputs import Input, together
@@ -137,9 +137,10 @@ def own_column(phase: Phase, state: State) -> int:
     return Column.OWN + own_states(phase).index(state)
 
 
-def own_states(phase: Phase) -> list[State]:
+@lru_cache(maxsize=256)
+def own_states(phase: Phase) -> tuple[State, ...]:
     """Return the states of a phase that its policies have brought."""
-    return [state for state in phase.states if state not in (KV, CANVAS, HELD_EXTENTS, REQUESTS)]
+    return tuple([state for state in phase.states if state not in (KV, CANVAS, HELD_EXTENTS, REQUESTS)])
 
 
 def _same(buffer: Buffer) -> Buffer:
