@@ -65,7 +65,7 @@ class HostCopy:
         Their views are valid until the next call.
         """
         device = tensors[0].device
-        key = tuple((tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors)
+        key = tuple([(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors])
         if key not in self._laid:
             if len(self._laid) >= KEPT:
                 self._laid.clear()

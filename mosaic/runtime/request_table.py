@@ -429,14 +429,14 @@ class RequestTable:
     def read(self) -> Served:
         """Take what the first step that was launched reports; the caller has waited for it, and holds signals back."""
         step = self.launched.popleft()
-        report, *of_rows = (tensor.numpy() for tensor in step.arriving.wait())
+        report, *of_rows = [tensor.numpy() for tensor in step.arriving.wait()]
         if step.keeping is not None:
             step.keeping.note(int(of_rows.pop().item()))
         self._read += 1
         report = report[report[:, Reported.ROW] >= 0].copy()
         report[:, Reported.ROW] -= self.first
         count = int(report[-1, Reported.ROWS]) if len(report) else 0
-        decided, chosen, committed, score = (values[:count].copy() for values in of_rows)
+        decided, chosen, committed, score = [values[:count].copy() for values in of_rows]
         numbers, taken = report[:, Reported.ROW], committed.view(np.bool_)
         self.columns[numbers, Column.WRITTEN :] = report[:, Reported.WRITTEN :]
         self.steps[numbers] += 1

@@ -108,7 +108,7 @@ class StepMemory:
 
         The `id` comes first, so that plans are not compared in full; the plan is kept alive, so its `id` is unique.
         """
-        return id(plan), plan, *(table.changes for table in self._tables), self._workspace.changes()
+        return id(plan), plan, *[table.changes for table in self._tables], self._workspace.changes()
 
     def _learn(self, plan: Plan, pools: Mapping[str, int]) -> None:
         """Note the bytes of one row of each state in a plan; they are the same in all plans of a model."""

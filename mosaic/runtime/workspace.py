@@ -175,7 +175,7 @@ class Workspace(ClosesOnExit):
 
     def changes(self) -> int:
         """Return how often open ranges grew or shrank; repeated step sizes do not change it."""
-        return sum(part.changes for part in self._ranges().values())
+        return sum([part.changes for part in self._ranges().values()])
 
     def resident_bytes(self) -> dict[str, int]:
         """Return the bytes in physical memory as the system counts them, by pool."""
