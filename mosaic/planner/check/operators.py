@@ -102,7 +102,7 @@ _OWN: Final[tuple[Rule, ...]] = (("at most", "0", "own"), ("at most", "own+1", "
 _NOTATION: Final = {
     "advance_requests": _Operator(
         f"{_TABLE} canvas:int64=R row:int64=B begin:int32=B cu_seqlens:int32=B+1 cu_rows:int32=B+1 committed:uint8=M "
-        "report:int64=B,15",
+        "report:int64=B,16",
         "table canvas row begin cu_seqlens cu_rows committed", "report table", whole="S R B M",
         moved="table table canvas=M row begin cu_seqlens cu_rows committed report",
     ),
