@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["decode", "row", "shapes"]
 
+FACTOR: Final = Commit(score="confidence", rule="factor")
 _WINDOWS: Final = {None: WHOLE_SPAN, "dual": REFRESHED, "prefix": FROM_BLOCK}
 
 
@@ -52,14 +53,14 @@ def row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -
     block, least, shifted = config.block_length or 1, config.threshold, architecture.shifted
     if shifted and config.cache and config.steps and least is None and counts(config)[0] > 1:
         return None
-    phase = _phase(config, architecture)
     at_least = ALL if least is None else float(np.nextafter(np.float32(least), np.float32(-np.inf)))
     return TableRow(
         sampling=_sampling(config, architecture), start=prompt_len, prefix=0, length=prompt_len + config.gen_length,
         block=block, window=_WINDOWS[config.cache], steps=len(counts(config)) if config.steps and least is None else block,
         threshold=at_least if config.factor is None else config.factor,
-        decides=RANDOM_ONES if config.remasking == "random" else OPEN_ONES, shifted=shifted, cache=phase.cache,
-        commit=RULE if config.factor is None else phase.commit,
+        decides=RANDOM_ONES if config.remasking == "random" else OPEN_ONES, shifted=shifted,
+        cache=WHOLE if config.cache is None else KEPT,
+        commit=RULE if config.factor is None else FACTOR,
     )  # fmt: skip
 
 
