@@ -3,11 +3,12 @@
     python -m benchmarks.sparse sdar-8b --device h200 --prefix 32k,128k --batch 1,4 --steps 32,8 --k 1024
 
 writes `sparse-<model>-<device>.json`. Requests are generators of a session, by a fixed schedule. The prefill is left out: weights
-are random, and so are the keys in the state. Requests of a batch begin together (lockstep), or are spread over a block (staggered). A block's time is that of its steps, in the middle of a
-generation. `plain` is the exact step in plain PyTorch (`benchmarks.plain_blocks`), of one request; `flashinfer` is Mosaic's own
-exact step with FlashInfer's attention in it (`benchmarks.flashinfer_steps`), of requests that begin together, and `flashinfer, own
-layout` the same over keys that lie as it prefers. The floor is that of the steps
-(`benchmarks.floor`): weights, and the keys that are attended to, or ranked, read once, or the FLOPs where these take longer.
+are random, and so are the keys in the state. Requests of a batch begin together (lockstep), or are spread over a block (staggered).
+A block's time is that of its steps, in the middle of a generation. `plain` is the exact step in plain PyTorch
+(`benchmarks.plain_blocks`), of one request; `flashinfer` is Mosaic's own exact step with FlashInfer's attention in it
+(`benchmarks.flashinfer_steps`), of requests that begin together, and `flashinfer, own layout` the same over keys that lie as it
+prefers. The floor is that of the steps (`benchmarks.floor`): weights, and the keys that are attended to, or ranked, read once, or
+the FLOPs where these take longer.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ __all__ = ["asked_by", "next_group"]
 
 
 def next_group(live: Iterable[LiveRequest], arch: Architecture) -> list[LiveRequest]:
-    """Return the live requests that share a step with the one that has waited longest; those without a `pending` step are left out."""
+    """Return the live requests that share a step with the one that has waited longest; all of them have a `pending` step."""
     groups: dict[Hashable, list[LiveRequest]] = {}
     for request in live:
         if request.pending is not None:

@@ -1,9 +1,9 @@
 """Sessions: requests of one model, submitted and cancelled at any time, advanced by steps that they share.
 
 Requests share nothing but steps, so each gets the tokens that it would get alone. Most requests of the shipped algorithms are
-rows of a table that steps themselves move on (`scheduler.py`). The others are generators
-(`generators.py`); if there are both, they take turns. A request is refused when it is submitted, or it runs to its end: each of its steps fits beside all live requests of its
-model's sessions.
+rows of a table that steps themselves move on (`scheduler.py`). The others are generators (`generators.py`), whose steps are waited
+for. If there are both, they take turns. A request is refused when it is submitted, or it runs to its end: each of its steps fits
+beside all live requests of its model's sessions.
 """
 
 from __future__ import annotations
