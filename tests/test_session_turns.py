@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
+from own_algorithms import as_generator
 from torch import Tensor
 
 from mosaic import models
@@ -292,7 +293,9 @@ def test_what_is_admitted_is_what_would_be_submitted() -> None:
         runner = Runner(blockwise=True, room=room)
         with Session(runner) as session:  # type: ignore[arg-type]
             one = Submission(
-                prompt=torch.arange(10, 15), config=GenerationConfig(gen_length=7), request_id=3
+                prompt=torch.arange(10, 15),
+                config=as_generator(GenerationConfig(gen_length=7), runner.architecture),
+                request_id=3,
             )  # 12 rows
             for count in range(room // 12):
                 assert session.admits(one) and session.admits(*[one] * (room // 12 - count))
