@@ -30,8 +30,6 @@ PROBED: Final = 8
 
 
 class Pass(NamedTuple):
-    """Return a point's row of the table."""
-
     """Some requests from their submission to the end of the last: seconds, milliseconds of each step, tokens of the answers."""
 
     seconds: float
@@ -137,6 +135,7 @@ AT_ONCE: Final = (
 
 
 def at_once_row(point: Mapping[str, Any]) -> list[str]:
+    """Return a point's row of the table."""
     kernels = ", ".join(f"{ms:.1f}" for ms in point.get("kernels_ms", {}).values())
     return [
         f"{point['count']}", f"{point['tokens_per_s']:,.0f}", f"{point['steps']:,.0f}", *shown_times(point),

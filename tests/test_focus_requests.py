@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import itertools
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ class Focused(Requests):
     def note(self) -> Case:
         placing, rng = self.place(), self.rng
         bounds = placing.operands["cu_seqlens"].tolist()
-        windows = [rng.choice([0, end - start]) for start, end in pairwise(bounds)]
+        windows = [rng.choice([0, end - start]) for start, end in itertools.pairwise(bounds)]
         given = {name: placing.operands[name] for name in ("table", "row", "cu_rows")}
         kept = torch.tensor([0, *windows]).cumsum(0).int()
         committed = torch.tensor([rng.randrange(2) for _ in placing.reference()["decided_rows"]], dtype=torch.uint8)

@@ -238,7 +238,9 @@ class Selected(Kept):
                 carried=chosen.carried, answer=chosen.voters == "answer",
             ),
         )  # fmt: skip
-        return found if self.reuse is None else found | reuse_of_table(self.reuse, chosen.exact_layers, step, served)
+        return (
+            found if self.reuse is None else {**found, **reuse_of_table(self.reuse, chosen.exact_layers, step, served)}
+        )
 
     @property
     def reuse(self) -> PrefixReuse | None:
