@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 import mosaic
-from benchmarks.at_once import AT_ONCE, at_once, at_once_row
+from benchmarks.at_once import AT_ONCE, WARMING, at_once, at_once_row
 from benchmarks.at_once import PASSES as TOGETHER
 from benchmarks.bench.meters import card
 from benchmarks.cases import Clock, cut, options, tag_of, token_counts
@@ -96,19 +96,19 @@ def _traffic_of(model: Model, asked: argparse.Namespace) -> dict[str, Any]:
 
 MEASURES: Final = {
     "at-once": Measure(
-        f"tokens per second are the median of {TOGETHER} passes, after one that is not counted; steps are of all of them",
+        f"tokens per second are the median of {TOGETHER} passes, after {WARMING} that are not counted; steps are of all of them",
         _at_once_points, AT_ONCE, at_once_row,
     ),
     "mixed": Measure(
         "one pass of each kind; percentiles are of all steps and all requests", _mixed_points, MIXED, mixed_row
     ),
     "delay": Measure(
-        f"one pass, after one that is not counted; before it come {BEFORE} steps of the running requests alone",
+        f"one pass, after {WARMING} that are not counted; before it come {BEFORE} steps of the running requests alone",
         _delay_points, DELAY, delay_row,
     ),
     "prefill": Measure(
-        f"median of {PREFILLS} passes, after one that is not counted, each from the submission to the first step that decides, "
-        "without that step",
+        f"median of {PREFILLS} passes, after {WARMING} that are not counted, each from its submission to the first step "
+        "that decides, without that step",
         _prefill_points, PREFILL, prefill_row,
     ),
     "memory": Measure(
