@@ -145,7 +145,8 @@ def section(results: Sequence[Mapping[str, Any]]) -> str:
     for what, title in _TITLES.items():
         for result in results:
             if result["what"] == what:
-                given = "".join(f", `{json.dumps(result['asked'][name])}`" for name in ("options",) if result["asked"][name])
+                options = result["asked"]["options"]
+                given = f", `{json.dumps(options)}`" if options else ""
                 titled = f"**{title}: {result['model']}{given}**"
                 parts += [titled, table(MEASURES[what].header, [*rows_of(result)]), source_line(result)]
     return "\n\n".join(parts)
