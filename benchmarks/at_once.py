@@ -25,6 +25,8 @@ from mosaic.runtime.compiled import CompiledModel
 __all__ = ["AT_ONCE", "PASSES", "at_once", "at_once_row", "busy_ms"]
 
 PASSES: Final = 2
+WARMING: Final = 2
+"""Passes before these: a size of step is bound when it first comes, and captured when it comes again."""
 PROBED: Final = 8
 """Steps halfway whose Python calls are counted, and as many again that are profiled."""
 
@@ -44,7 +46,8 @@ def at_once(
     """Serve requests that are submitted together; return speed, steps, what is useful of them, and the host's part."""
     new = NewSizes(model)
     serve = {"count": count, "prompt": prompt, "answer": answer, **more}
-    _passed(Meter(model, tabled=tabled), **serve)
+    for _ in range(WARMING):
+        _passed(Meter(model, tabled=tabled), **serve)
     warm_sizes, meter = new.count(), Meter(model, tabled=tabled)
     passes = [_passed(meter, **serve) for _ in range(PASSES)]
     new_sizes = new.count()

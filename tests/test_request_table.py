@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from own_algorithms import as_generator
 from test_session_interrupts import Striking, Struck, handled
 from test_session_turns import Shown, ShownAsDraft
 from torch import Tensor
@@ -126,14 +127,11 @@ def drawn(rng: random.Random, family: str, longest: int) -> dict[str, Any]:
         config |= rng.choice([{"top_p": 0.8}, {"top_k": 5}, {"top_p": 0.9, "top_k": 9}])
     if rng.random() < 0.25:
         ways: list[dict[str, Any]] = [
-            {"ahead": False},
             {"block_cache": "dc"},
             {"algorithm": USERS_OWN},
-            {"ahead": True},
         ]
-        config |= rng.choice(ways[: 1 if config.get("remasking") == "sequential" else 4])
-        if config.get("algorithm"):
-            config.pop("remasking", None)
+        config |= rng.choice(ways)
+        config.pop("remasking", None)
     return config
 
 
@@ -342,7 +340,8 @@ def test_a_streamer_that_cancels_requests_at_their_prompt_is_told_their_end(
     models: dict[str, CompiledModel], tabled: bool
 ) -> None:
     """Its own, and another that is submitted beside it, whose streamer has not been given anything."""
-    config = GenerationConfig(**WAY, ahead=None if tabled else False)
+    config = GenerationConfig(**WAY)
+    config = config if tabled else as_generator(config, models["sdar"].architecture)
     with models["sdar"].session() as session:
         shown = [Cancels(session), Shown()]
         asked = [Submission(prompt=prompt_of(5), config=config, streamer=streamer) for streamer in shown]
@@ -602,9 +601,10 @@ def test_a_signal_anywhere_leaves_all_requests_their_tokens(
     rng, options = random.Random(file), {**WAY, "gen_length": 8}
     if family == "llada":
         options |= {"block_length": 4, "steps": 4, "cache": "dual"}
-    own = {"cache": rng.choice(["prefix", None])} if family == "llada" else {"ahead": False}
+    config = GenerationConfig(**options)
+    own = as_generator(config, models[family].architecture)
     asked = [
-        Asked(prompt_of(length, place), GenerationConfig(**options | (own if place % 3 == 2 else {})), place)
+        Asked(prompt_of(length, place), own if place % 3 == 2 else config, place)
         for place, length in enumerate([9, 5, 3, 12, 1, 7])
     ]
     caller = Caller(models[family], asked, monkeypatch)

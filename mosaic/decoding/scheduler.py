@@ -73,11 +73,6 @@ class Scheduler:
         Tokens of a step, unless one request alone needs more.
     delay_ms
         How long a step with prompts in it may take, as predicted, unless the step without them takes longer.
-
-    Attributes
-    ----------
-    in_vain
-        Steps that served nobody who was still live.
     """
 
     def __init__(self, runner: StepRunner, table: RequestTable, most_tokens: int, delay_ms: float) -> None:
@@ -93,7 +88,6 @@ class Scheduler:
         self._kept: dict[int, KeptOfRequests] = {}  # by group
         self._launches = self._deciding = self._decided = 0
         self._served: ServedSteps | None = None
-        self.in_vain = 0
 
     @property
     def count(self) -> int:
@@ -292,7 +286,6 @@ class Scheduler:
         self._decided += int(served.committed.sum())
         places = self._live[numbers].nonzero()[0]
         if not len(places):
-            self.in_vain += 1
             return None
         told = self._told[numbers[places]]
         return ServedSteps(served, places, self._requests[numbers[places]].tolist(), told)

@@ -171,15 +171,10 @@ class StepSize:
         return self.phase.bucketed
 
     @property
-    def guesses(self) -> bool:
-        """Whether the second graph is launched before its size is known."""
-        return self.phase.cut is not None and (self.phase.cut.guesses or self.phase.tokens.alone)
-
-    @property
     def least_kept(self) -> int:
-        """Rows that a guess leaves room for. Over requests of a table they are those of a whole window, which has two blocks at
-        most: so the first request never waits."""
-        return min(2 * max(self.windows), self.tokens) if self.phase.tokens.alone else 1
+        """Rows that the second graph of a cut step over requests of a table has room for: those of a whole window, which has two
+        blocks at most, so the first request never waits."""
+        return min(2 * max(self.windows), self.tokens)
 
     @property
     def kind(self) -> Phase:

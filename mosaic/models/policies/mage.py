@@ -481,14 +481,11 @@ class Selecting(Policy):
         self.tabled = options.selects == "first" and (self._reusing is None or self._reusing.tabled)
         if options.selects == "every":
             self.within = False
-            self.waits = "attention that selects in every step commits a block in a step of its own; leave one out."
             if config.block_commit == "cached":
                 raise UsageError(
                     "block_commit 'cached': attention that selects in every step commits a block in a step of its own, whole; "
                     "leave it out."
                 )
-        elif self._reusing is not None:
-            self.waits = self._reusing.waits
 
     def phase(self, phase: Phase, step: BlockStep) -> Phase:
         """Attend to selected keys; steps that write final keys write page extrema, if pages are ranked by them."""
