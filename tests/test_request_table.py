@@ -110,8 +110,8 @@ def drawn(rng: random.Random, family: str, longest: int) -> dict[str, Any]:
         config["gen_length"] = -(-config["gen_length"] // block) * block
         config["cache"] = rng.choice(["dual", "prefix", "dual", "prefix", None])
         if rng.random() < 0.5:
-            rules = [{"threshold": rng.choice([0.02, 0.03, 0.5])}, {"factor": rng.choice([0.5, 1.5])}]
-            config |= {"algorithm": "fast-dllm", **rng.choice(rules)}
+            rule = {"factor": 1.5} if rng.random() < 0.2 else {"threshold": rng.choice([0.02, 0.03, 0.5])}
+            config |= {"algorithm": "fast-dllm", **rule}
         else:
             config |= {"algorithm": "llada", "steps": config["gen_length"] // block * rng.choice([1, 2, block])}
             config["remasking"] = rng.choice(["low_confidence", "random"])
