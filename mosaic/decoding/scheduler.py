@@ -83,7 +83,7 @@ class Scheduler:
         self._waiting: deque[TabledRequest] = deque()
         self._kinds = Counter[_Kind]()
         self._warm: dict[_Kind, None] = {}
-        self._groups: dict[tuple[CachePolicy, Cut | None, CommitRule], int] = {(KEPT, None, RULE): 0}
+        self._groups: dict[tuple[CachePolicy, Cut | None, CommitRule], int] = {(KEPT, None, RULE.covering): 0}
         self._turns: list[int] = [0]  # by group, the launch in which it had its last one
         self._kept: dict[int, KeptOfRequests] = {}  # by group
         self._launches = self._deciding = self._decided = 0
@@ -134,6 +134,7 @@ class Scheduler:
         of_block = (column[Column.BLOCK] - column[Column.MORE]) // column[Column.QUOTA] + 2 * column[Column.SHIFTED]
         blocks = -(-(column[Column.END] - column[Column.START]) // column[Column.BLOCK])
         prompt = max(column[Column.PREFIX] - column[Column.WRITTEN], 0)
+        of_block += column[Column.POST_STEPS]
         return blocks * of_block, -(-prompt // column[Column.SPAN]), place
 
     def longest(self, row: TableRow) -> int:
@@ -226,7 +227,7 @@ class Scheduler:
 
     def group_of(self, row: TableRow) -> int:
         """Return the number of the requests that share steps with this one."""
-        return self._groups.setdefault((row.cache.covering, row.cut, row.commit), len(self._groups))
+        return self._groups.setdefault((row.cache.covering, row.cut, row.commit.covering), len(self._groups))
 
     def _kinds_of(self, row: TableRow) -> list[_Kind]:
         """The kinds of steps of a request: those of its group, and those that write its prompt."""

@@ -10,9 +10,31 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mosaic.registrar.request_table import CANVAS_LONG, FROM_BLOCK, MARKED_STEPS, OPEN_ONES, RUNNING, WHOLE, Column
+from mosaic.registrar.request_table import (
+    ALL_ONES,
+    CANVAS_LONG,
+    FROM_BLOCK,
+    MARKED_STEPS,
+    OPEN_ONES,
+    RUNNING,
+    WHOLE,
+    Column,
+)
 
-__all__ = ["Wanted", "alone", "bits", "closes", "floats", "keys_of", "marked", "mixed", "quotas", "uniforms", "wanted"]
+__all__ = [
+    "Wanted",
+    "alone",
+    "bits",
+    "block_hash",
+    "closes",
+    "floats",
+    "keys_of",
+    "marked",
+    "mixed",
+    "quotas",
+    "uniforms",
+    "wanted",
+]
 
 Ints: TypeAlias = NDArray[np.int64]
 Words: TypeAlias = NDArray[np.uint64]
@@ -75,6 +97,12 @@ def keys_of(column: NDArray[np.int64], canvas_rows_M: Ints) -> Ints:
     return mixed((canvas_rows_M - column[Column.CANVAS]).view(np.uint64) ^ step).view(np.int64)
 
 
+def block_hash(tokens_P: Ints, start: int) -> int:
+    """Return a hash of the tokens of a block that begins at position `start`: the sum of each one's, modulo 2^64."""
+    places = mixed(np.arange(start, start + len(tokens_P), dtype=np.uint64))
+    return int(mixed(tokens_P.view(np.uint64) ^ places).sum().view(np.int64))
+
+
 def quotas(table_SC: Ints) -> Ints:
     """Return how many tokens the next step of each request's block commits at least, [S]."""
     return table_SC[:, Column.QUOTA] + (table_SC[:, Column.NUMBER] < table_SC[:, Column.MORE])
@@ -110,7 +138,9 @@ def wanted(table_SC: Ints) -> Wanted:
     span = start - start % np.maximum(column[Column.SPAN], 1)  # rows of nobody have none
     span_end = np.minimum(span + column[Column.SPAN], length)
     to_end = wide | (column[Column.WINDOW] == FROM_BLOCK)
-    rows = np.where(column[Column.DECIDES] == OPEN_ONES, opened, np.minimum(quotas(table_SC), opened))
+    decides, answer = column[Column.DECIDES], start + column[Column.BLOCK] - np.maximum(start, column[Column.PROMPT])
+    rows = np.where(decides == OPEN_ONES, opened, np.minimum(quotas(table_SC), opened))
+    rows = np.where(decides == ALL_ONES, answer, rows)
     return Wanted(
         running=column[Column.STATE] == RUNNING,
         fills=fills,
