@@ -21,7 +21,6 @@ from mosaic.errors import UsageError
 from mosaic.models.inputs import Input
 from mosaic.models.kept_keys import attending
 from mosaic.models.parts.cut import COUNT, KEPT, PLACE, Cut, KeptRows
-from mosaic.models.parts.table import own_column
 from mosaic.models.policies.focus_options import Eviction
 from mosaic.models.policies.policy import BlockStep, Policy, with_parts
 from mosaic.models.state import State
@@ -205,7 +204,7 @@ class Focus(Cut):
         )  # fmt: skip
 
     def _noted(self, phase: Phase) -> dict[str, Any]:
-        return {"own": own_column(phase, HISTORY), "processed": self.block, "first_step": self.eviction.first_step}
+        return {"own": phase.own_column(HISTORY), "processed": self.block, "first_step": self.eviction.first_step}
 
     def check(self, request: Any, arch: Architecture) -> None:
         """Check that the model can be cut this way, and that a request states its progress, with a window that contains
