@@ -252,8 +252,12 @@ class StepSize:
         )  # fmt: skip
 
     def beside(self, states: Mapping[State, int]) -> StepSize:
-        """Return the same step with these rows of states."""
-        return replace(self, states={**self.states, **states})
+        """Return the same step with these rows of states; of keys there are as many as a sequence owns, at least: windows of a
+        table are rounded up."""
+        joined, kept = {**self.states, **states}, self.phase.cache.kept
+        if kept is not None:
+            joined[kept] = max(joined[kept], *self.owned)
+        return replace(self, states=joined)
 
     def rounded(self) -> StepSize:
         """Return the size with rows, keys and states rounded up, mostly by at most an eighth: its plan serves more steps."""
