@@ -310,9 +310,9 @@ class Canvas:
 
     def take(self, positions: Positions, result: StepResult) -> None:
         """Write what a step committed of the positions that it decides."""
-        rows = result.array("committed").nonzero()[0]
+        rows = result.committed.numpy().nonzero()[0]
         taken = as_array(positions)[rows]
-        tokens, scores = result.array("chosen")[rows], result.array("score")[rows]
+        tokens, scores = result.chosen.numpy()[rows], result.score.numpy()[rows]
         self.token_array[taken] = tokens
         self.mask_array[taken] = False
         self.confidence_array[taken] = scores

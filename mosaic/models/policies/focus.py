@@ -396,7 +396,7 @@ class Evicting(Policy):
         """Record the rows kept and the number of tokens decided."""
         if step.counts:
             self._processed = max(self._processed, self._reach(step, request, result) - step.start)
-            self._decided = int(np.count_nonzero(result.array("committed")))
+            self._decided = int(result.committed.sum())
         self._step += 1
 
     def _reach(self, step: BlockStep, request: Any, result: Any) -> int:
@@ -404,7 +404,7 @@ class Evicting(Policy):
         positions decided by a step of the block lie before the rightmost kept position."""
         if REACH in result.values:
             return int(result.values[REACH])
-        kept = result.array(KEPT).nonzero()[0]
+        kept = result.values[KEPT].numpy().nonzero()[0]
         reach = int(step.positions[kept[-1]]) + 1 if len(kept) else step.start
         if self._step == 0:
             known = (~request.mask_array[step.start : step.end]).nonzero()[0]
