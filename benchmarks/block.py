@@ -26,8 +26,8 @@ from mosaic.decoding.canvas import COMMIT
 from mosaic.models import Model, load
 from mosaic.models.parts import KEPT, KV, Commit
 from mosaic.models.phase import Phase
-from mosaic.models.policies.mage import Selected, index_sets
-from mosaic.models.policies.mage_options import SparseAttention
+from mosaic.models.policies.mage import Selected
+from mosaic.models.policies.mage_options import SparseAttention, index_sets
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.steps import StepRequest
 

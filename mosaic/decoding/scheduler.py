@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from mosaic.decoding.rows import ALL, demand_of
+from mosaic.decoding.rows import ALL, RULE, demand_of
 from mosaic.decoding.tabled import ServedSteps
 from mosaic.kernels.shared.requests import bits, closes, quotas, wanted
-from mosaic.models.parts import KEPT, REQUESTS, CachePolicy, Cut
+from mosaic.models.parts import KEPT, REQUESTS, CachePolicy, CommitRule, Cut
 from mosaic.models.phase import Phase, shared_phase
 from mosaic.models.policies.policy import with_parts
 from mosaic.models.step import StepSize, bucket
@@ -83,7 +83,7 @@ class Scheduler:
         self._waiting: deque[TabledRequest] = deque()
         self._kinds = Counter[_Kind]()
         self._warm: dict[_Kind, None] = {}
-        self._groups: dict[tuple[CachePolicy, Cut | None], int] = {(KEPT, None): 0}
+        self._groups: dict[tuple[CachePolicy, Cut | None, CommitRule], int] = {(KEPT, None, RULE): 0}
         self._turns: list[int] = [0]  # by group, the launch in which it had its last one
         self._kept: dict[int, KeptOfRequests] = {}  # by group
         self._launches = self._deciding = self._decided = 0
@@ -226,14 +226,14 @@ class Scheduler:
 
     def group_of(self, row: TableRow) -> int:
         """Return the number of the requests that share steps with this one."""
-        return self._groups.setdefault((row.cache.covering, row.cut), len(self._groups))
+        return self._groups.setdefault((row.cache.covering, row.cut, row.commit), len(self._groups))
 
     def _kinds_of(self, row: TableRow) -> list[_Kind]:
         """The kinds of steps of a request: those of its group, and those that write its prompt."""
         group, phase = self.group_of(row), row.phase
         found = [_Kind(group, phase, row.most_tokens, row.block)]
         if group and row.prefix:
-            found.append(_Kind(0, replace(phase, cache=KEPT, cut=None), row.span, row.block))
+            found.append(_Kind(0, replace(phase, cache=KEPT, cut=None, commit=RULE), row.span, row.block))
         return found
 
     def add(self, request: TabledRequest) -> None:

@@ -252,12 +252,11 @@ class StepSize:
         )  # fmt: skip
 
     def beside(self, states: Mapping[State, int]) -> StepSize:
-        """Return the same step with these rows of states; of keys there are as many as a sequence owns, at least: windows of a
-        table are rounded up."""
-        joined, kept = {**self.states, **states}, self.phase.cache.kept
-        if kept is not None:
-            joined[kept] = max(joined[kept], *self.owned)
-        return replace(self, states=joined)
+        """Return the same step with these rows of states; of the keys, at least those that it was planned for."""
+        found, kept = {**self.states, **states}, self.phase.cache.kept
+        if kept is not None and self.exact:
+            found[kept] = max(found[kept], *self.owned)
+        return replace(self, states=found)
 
     def rounded(self) -> StepSize:
         """Return the size with rows, keys and states rounded up, mostly by at most an eighth: its plan serves more steps."""

@@ -62,7 +62,8 @@ class Tabled(Windows):
 
     def supplied(self, step: StepGraph) -> Mapping[str, Supply]:
         """Register who is served and where their windows lie; return all inputs."""
-        g, seqs, (tokens, masked, extents) = step.g, step.seqs, map(step.g.dim, ("tokens", "masked", "extents"))
+        g, seqs, (tokens, masked) = step.g, step.seqs, map(step.g.dim, ("tokens", "masked"))
+        extents = g.dim("extents") if step.phase.cached else 1
         table, canvas, cut = step.state(REQUESTS), step.state(CANVAS), step.phase.cut is not None
         keep = g.carry if cut else g.buffer
         served, begins = keep("served", (seqs,), "int64"), keep("begins", (seqs,), "int32")
