@@ -120,8 +120,7 @@ class Session(ClosesOnExit):
             self._shared = runner.sharing()
             self._table: RequestTable | None = getattr(runner, "request_table", lambda: None)()
         limits = max_num_batched_tokens, max_delay_ms
-        self._scheduler = None if self._table is None else Scheduler(runner, self._table, *limits)
-        self._shared.table = self._scheduler
+        self._scheduler = self._shared.table = None if self._table is None else Scheduler(runner, self._table, *limits)
         self._tabled_last = False
 
     @property
