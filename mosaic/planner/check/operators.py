@@ -95,14 +95,14 @@ _KEPT: Final = (
     ),
     Way("triton"),
 )  # fmt: skip
-_TABLE: Final = "table:int64=S,36"
+_TABLE: Final = "table:int64=S,40"
 """A row for each request."""
-_OWN: Final[tuple[Rule, ...]] = (("at most", "0", "own"), ("at most", "own+1", "36"))
+_OWN: Final[tuple[Rule, ...]] = (("at most", "0", "own"), ("at most", "own+1", "40"))
 """One of its columns."""
 _NOTATION: Final = {
     "advance_requests": _Operator(
         f"{_TABLE} canvas:int64=R row:int64=B begin:int32=B cu_seqlens:int32=B+1 cu_rows:int32=B+1 committed:uint8=M "
-        "report:int64=B,15",
+        "report:int64=B,16",
         "table canvas row begin cu_seqlens cu_rows committed", "report table", whole="S R B M",
         moved="table table canvas=M row begin cu_seqlens cu_rows committed report",
     ),
