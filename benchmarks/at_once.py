@@ -25,13 +25,13 @@ from mosaic.runtime.compiled import CompiledModel
 __all__ = ["AT_ONCE", "PASSES", "at_once", "at_once_row", "busy_ms"]
 
 PASSES: Final = 2
+WARMING: Final = 2
+"""Passes before these: a size of step is bound when it first comes, and captured when it comes again."""
 PROBED: Final = 8
 """Steps halfway whose Python calls are counted, and as many again that are profiled."""
 
 
 class Pass(NamedTuple):
-    """Return a point's row of the table."""
-
     """Some requests from their submission to the end of the last: seconds, milliseconds of each step, tokens of the answers."""
 
     seconds: float
@@ -46,7 +46,8 @@ def at_once(
     """Serve requests that are submitted together; return speed, steps, what is useful of them, and the host's part."""
     new = NewSizes(model)
     serve = {"count": count, "prompt": prompt, "answer": answer, **more}
-    _passed(Meter(model, tabled=tabled), **serve)
+    for _ in range(WARMING):
+        _passed(Meter(model, tabled=tabled), **serve)
     warm_sizes, meter = new.count(), Meter(model, tabled=tabled)
     passes = [_passed(meter, **serve) for _ in range(PASSES)]
     new_sizes = new.count()
@@ -137,6 +138,7 @@ AT_ONCE: Final = (
 
 
 def at_once_row(point: Mapping[str, Any]) -> list[str]:
+    """Return a point's row of the table."""
     kernels = ", ".join(f"{ms:.1f}" for ms in point.get("kernels_ms", {}).values())
     return [
         f"{point['count']}", f"{point['tokens_per_s']:,.0f}", f"{point['steps']:,.0f}", *shown_times(point),

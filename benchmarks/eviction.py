@@ -83,8 +83,7 @@ WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
 PROMPTS: Final = (256, 1024)
 ANSWER: Final = 2048
 LEAST, WARM, TIMED = 17, 72, 24
-"""Steps before any is timed, at least and at most, and that are timed, of many requests; fewer run through two blocks more.
-After 17 it is little in doubt that a request which has never decided a whole block goes on."""
+"""Steps before any is timed, at least and at most, and that are timed, of many requests; fewer run through two blocks more."""
 SPREAD: Final = 4096
 """More steps that may come before, by the number of requests, as sizes of a step vary more with few: up to `MOST`."""
 MOST: Final = 512
@@ -98,7 +97,7 @@ RARELY: Final = (100_000, 50, 50)
 OF_PARTS: Final = 0.97
 """A step takes no less of its products, attention and selection, but for the spread of both."""
 AT_LEAST: Final = 0.9
-"""Share of the requests that have had a step when one of all requests is over: crews are halves, and not quite equal."""
+"""Share of the requests that have had a step when one of all requests is over."""
 CASE: Final = ("block", "requests")
 PARTS: Final = ("alone: products, attention, selection, others, ms", "step / the first three")
 """More of the table, of runs whose steps were also run in parts."""
@@ -131,8 +130,6 @@ def measured(
         timed = [_round(session, replay, requests) for _ in range(count)]
         new_sizes = new.count()
         sizes, steps = runner.sizes, len(runner.sizes) / len(timed)
-        if not _is_replayed(arch, way):  # of these some are launched in vain
-            steps = round(steps)
         tokens = steps * statistics.mean(step.tokens for step in sizes)
         keys = [steps * read / len(sizes) for read in _keys_read(sizes, arch)]
         if _is_replayed(arch, way):
@@ -143,7 +140,7 @@ def measured(
         parts = _parts(model, session, runner, replay, requests)  # which is the end of the session
         gc.set_threshold(*often)
         gc.unfreeze()
-    times = [one.step_ms(sizes) for one in timed]
+    times = [one.step_ms for one in timed]
     decided = sum(one.decided for one in timed)
     return {
         "tokens_per_s": 1e3 * decided / sum(times), "step_ms": statistics.median(times), "least_ms": min(times),
@@ -176,20 +173,21 @@ class NewSizes:
 
 
 class _Round(NamedTuple):
-    """One step of all requests, or one of each crew: what it took, what of that the replay did, and tokens decided."""
+    """One step of all requests: what it took, what of that the replay did, and tokens decided."""
 
     ms: float
     replay_ms: float
     decided: int
 
-    def step_ms(self, sizes: Sequence[Sizes]) -> float:
-        """Without what the replay takes. While the device runs another crew that is hidden, or not: it counts there."""
-        return self.ms - (0 if any(step.overlapped for step in sizes) else self.replay_ms)
+    @property
+    def step_ms(self) -> float:
+        """Without what the replay takes."""
+        return self.ms - self.replay_ms
 
 
 def _round(session: Session, replay: Replay, requests: int) -> _Round:
     own, began, done = replay.seconds, time.perf_counter(), session.advance()
-    while len(done) < requests * AT_LEAST:  # the other crew
+    while len(done) < requests * AT_LEAST:  # another group
         done += session.advance()
     seconds = time.perf_counter() - began
     return _Round(1e3 * seconds, 1e3 * (replay.seconds - own), sum([len(step.positions) for step in done]))
@@ -210,16 +208,13 @@ def _parts(
 ) -> dict[str, float]:  # fmt: skip
     """Milliseconds of a step's launches by kind, those of a kind alone.
 
-    Nothing where the device alone knows a step's tokens. Steps are run once more for it, and what that leaves in the states is
-    of no use to the requests: the session ends with it. The step of another crew, which is on its way when one ends, is waited for.
+    Steps are run once more for it, and what that leaves in the states is of no use to the requests: the session ends with it.
     """
     found = list[dict[str, float]]()
     for _ in range(PARTED):
         before = len(runner.sizes)
         _round(session, replay, requests)
         asked = [*runner.last][before - len(runner.sizes) :]
-        if any(some[0].phase.tokens.computes for some in asked):
-            return {}
         synchronise(model.asynchronous)
         parts = dict.fromkeys(KINDS, 0.0)
         for some in asked:

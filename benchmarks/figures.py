@@ -77,12 +77,6 @@ def _generation(model: str) -> str:
     return _range(point["ratio"] for result in results for point in result["points"] if "ratio" in point)
 
 
-def _block(name: str) -> str:
-    """A step of a generation by blocks."""
-    (result,) = (result for result in load_results("block") if result["model"] == "sdar-8b")
-    return f"{result['generation'][name]:.2f} ms"
-
-
 def _policy(kind: str, schedule: str, policy: str) -> str:
     """How many more answers are exact than under exact attention, with the interval, of the most answers."""
     runs = [result for result in load_results(kind) if policy in result["schedules"].get(schedule, {})]
@@ -115,8 +109,6 @@ FIGURES: Final[Mapping[str, Callable[[], str]]] = {
     "generation-sdar": partial(_generation, "sdar-8b"),
     "step-eager": partial(_times, "eager"),
     "step-compile": partial(_times, "compile"),
-    "generation-ahead": partial(_block, "ahead"),
-    "generation-waiting": partial(_block, "waiting"),
     "policy-mage": partial(_policy, "policies", "dynamic", "mage:ratio=1/16"),
     "policy-exact-ends": partial(_policy, "policies", "dynamic", "exact-ends:ratio=1/16"),
     "policy-focus": partial(_policy, "evictions", "dynamic:threshold=0.9", "focus+dc+"),

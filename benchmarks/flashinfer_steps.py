@@ -29,7 +29,6 @@ from mosaic.errors import UsageError
 from mosaic.kernels.binding import kernel_of
 from mosaic.models.architecture import Architecture
 from mosaic.registrar.operators import operator
-from mosaic.runtime.launched import Launched
 from mosaic.runtime.steps import StepRequest, StepResult, StepRunner
 
 __all__ = ["TOLERANCE", "Block", "FlashInferSteps", "blocks_of", "error_of", "keys_of", "pages_of", "with_flashinfer"]
@@ -188,12 +187,6 @@ class FlashInferSteps:
         self._plan(requests)
         results: list[StepResult] = self._runner.step(requests)
         return results
-
-    def launch(self, requests: Sequence[StepRequest]) -> Launched:
-        """Begin one step."""
-        self._plan(requests)
-        launched: Launched = self._runner.launch(requests)
-        return launched
 
     def _plan(self, requests: Sequence[StepRequest]) -> None:
         rows, blocks = blocks_of(requests, self._architecture.block)

@@ -87,9 +87,9 @@ _BLOCKS: Final[Sequence[Options]] = (
     {"algorithm": "sdar", "remasking": "sequential", "steps": [3, 8], "sampling": _SAMPLING},
     {
         "algorithm": "sdar", "remasking": ["low_confidence_static", "low_confidence_dynamic"], "steps": [3, 8],
-        "threshold": 0.4, "ahead": [None, False], "sampling": _SAMPLING,
+        "threshold": 0.4, "sampling": _SAMPLING,
     },
-    {"algorithm": "sdar", "threshold": [0.3, 0.9], "ahead": True, "temperature": _WARMTH},
+    {"algorithm": "sdar", "threshold": [0.3, 0.9], "temperature": _WARMTH},
     {"algorithm": "llada2", "threshold": [0.3, 0.95], "minimal_topk": [1, 6], "temperature": _WARMTH},
     {
         "algorithm": "llada2.1", "threshold": [0.2, 0.95], "temperature": _WARMTH,

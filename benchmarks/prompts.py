@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks.at_once import WARMING
 from benchmarks.eviction import NewSizes
 from benchmarks.floor import Floor
 from benchmarks.served import Meter
@@ -23,7 +24,7 @@ __all__ = ["BEFORE", "DELAY", "PASSES", "PREFILL", "delay_row", "delays", "prefi
 BEFORE: Final = 32
 """Steps whose gaps a delay is compared with."""
 PASSES: Final = 3
-"""Passes whose median a prefill takes, after one that is not counted."""
+"""Passes whose median a prefill takes, after `WARMING` that are not counted."""
 
 
 def delays(
@@ -42,7 +43,8 @@ def delays(
     max_delay_ms
         The session's bound.
     """
-    _delayed(model, running, long, prompt=prompt, answer=answer, max_delay_ms=max_delay_ms, **more)
+    for _ in range(WARMING):
+        _delayed(model, running, long, prompt=prompt, answer=answer, max_delay_ms=max_delay_ms, **more)
     new = NewSizes(model)
     found = _delayed(model, running, long, prompt=prompt, answer=answer, max_delay_ms=max_delay_ms, **more)
     return {**found, "running": running, "long": long, "max_delay_ms": max_delay_ms, "new_sizes": new.count()}
@@ -108,7 +110,7 @@ def prefills(
     for length in lengths:
         whole = None
         for size in (length, chunk):
-            passes = [_prefilled(model, length, size, floor, **more) for _ in range(1 + PASSES)][1:]
+            passes = [_prefilled(model, length, size, floor, **more) for _ in range(WARMING + PASSES)][WARMING:]
             seconds = statistics.median(found["seconds"] for found in passes)
             whole = whole or seconds
             found = {**passes[0], "seconds": seconds, "tokens_per_s": length / seconds, "of_whole": whole / seconds}

@@ -28,6 +28,7 @@ from benchmarks import (
     requests,
     same_results,
     search,
+    serving,
     small_models,
     sparse,
     speed,
@@ -311,6 +312,7 @@ DOCUMENTS: Final[Mapping[str, Mapping[str, tuple[str, Callable[[Sequence[Result]
     "docs/performance.md": {name: section for name, section in SECTIONS.items() if name not in LONG},
     "docs/records.md": {name: SECTIONS[name] for name in SECTIONS if name in LONG} | small_models.RECORDS,
     "docs/decoding.md": {"batch-mates": ("batch-mates", batch_mates_section)},
+    "docs/serving.md": {"serving": ("serving", serving.section)},
     "docs/small-models.md": small_models.SECTIONS,
     "docs/offsets.md": {
         "offsets": ("offsets", offsets.section),

@@ -18,7 +18,6 @@ from mosaic.runtime.request_table import RequestTable
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
     from mosaic.runtime.compiled import CompiledModel
-    from mosaic.runtime.launched import Launched
     from mosaic.runtime.request_table import Served
     from mosaic.runtime.steps import StepRequest, StepResult
 
@@ -127,18 +126,9 @@ class Meter:
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         """Run one step."""
         results = self._model.step(requests)
-        self._note(requests, results[0].plan)
-        return results
-
-    def launch(self, requests: Sequence[StepRequest]) -> Launched:
-        """Begin one step."""
-        launched = self._model.launch(requests)
-        self._note(requests, self._model._engine.current)
-        return launched
-
-    def _note(self, requests: Sequence[StepRequest], plan: Plan) -> None:
         windows = [(one.start, one.token_ids.numel(), one.rows.numel(), one.key_len) for one in requests]
-        self.steps.append(_served(windows, self._model.architecture.block, plan))
+        self.steps.append(_served(windows, self._model.architecture.block, results[0].plan))
+        return results
 
 
 # --- figures of many steps ------------------------------------------------------------------------------------------------

@@ -20,14 +20,14 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 import mosaic
-from benchmarks.at_once import AT_ONCE, at_once, at_once_row
+from benchmarks.at_once import AT_ONCE, WARMING, at_once, at_once_row
 from benchmarks.at_once import PASSES as TOGETHER
 from benchmarks.bench.meters import card
 from benchmarks.cases import Clock, cut, options, tag_of, token_counts
 from benchmarks.overload import ABLATION, LOOKED, MEMORY, ablated, ablation_row, memory_row, overloaded
 from benchmarks.prompts import BEFORE, DELAY, PREFILL, delay_row, delays, prefill_row, prefills
 from benchmarks.prompts import PASSES as PREFILLS
-from benchmarks.record import environment, table, write
+from benchmarks.record import environment, source_line, table, write
 from benchmarks.traffic import MIXED, POLICIES, mixed, mixed_row, policies_of
 from mosaic.devices import load_device
 from mosaic.errors import DoesNotFit
@@ -35,7 +35,7 @@ from mosaic.models import Model, load
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.units import parse_tokens
 
-__all__ = ["MEASURES", "header_of", "main", "rows_of"]
+__all__ = ["MEASURES", "header_of", "main", "rows_of", "section"]
 
 
 class Measure(NamedTuple):
@@ -96,19 +96,19 @@ def _traffic_of(model: Model, asked: argparse.Namespace) -> dict[str, Any]:
 
 MEASURES: Final = {
     "at-once": Measure(
-        f"tokens per second are the median of {TOGETHER} passes, after one that is not counted; steps are of all of them",
+        f"tokens per second are the median of {TOGETHER} passes, after {WARMING} that are not counted; steps are of all of them",
         _at_once_points, AT_ONCE, at_once_row,
     ),
     "mixed": Measure(
         "one pass of each kind; percentiles are of all steps and all requests", _mixed_points, MIXED, mixed_row
     ),
     "delay": Measure(
-        f"one pass, after one that is not counted; before it come {BEFORE} steps of the running requests alone",
+        f"one pass, after {WARMING} that are not counted; before it come {BEFORE} steps of the running requests alone",
         _delay_points, DELAY, delay_row,
     ),
     "prefill": Measure(
-        f"median of {PREFILLS} passes, after one that is not counted, each from the submission to the first step that decides, "
-        "without that step",
+        f"median of {PREFILLS} passes, after {WARMING} that are not counted, each from its submission to the first step "
+        "that decides, without that step",
         _prefill_points, PREFILL, prefill_row,
     ),
     "memory": Measure(
@@ -131,6 +131,25 @@ def header_of(result: Mapping[str, Any]) -> Sequence[str]:
 def rows_of(result: Mapping[str, Any]) -> Iterator[list[str]]:
     """Rows for a table, one a point."""
     yield from map(MEASURES[result["what"]].row, result["points"])
+
+
+_TITLES: Final = {
+    "at-once": "Requests that are submitted together", "mixed": "Random traffic", "delay": "A long prompt beside running requests",
+    "prefill": "Prompts in chunks", "memory": "More traffic than there is room for", "ablation": "Without parts of the engine",
+}  # fmt: skip
+
+
+def section(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return the tables of all runs, by what they measure."""
+    parts = []
+    for what, title in _TITLES.items():
+        for result in results:
+            if result["what"] == what:
+                options = result["asked"]["options"]
+                given = f", `{json.dumps(options)}`" if options else ""
+                titled = f"**{title}: {result['model']}{given}**"
+                parts += [titled, table(MEASURES[what].header, [*rows_of(result)]), source_line(result)]
+    return "\n\n".join(parts)
 
 
 def main(arguments: Sequence[str]) -> None:

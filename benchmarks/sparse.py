@@ -2,13 +2,13 @@
 
     python -m benchmarks.sparse sdar-8b --device h200 --prefix 32k,128k --batch 1,4 --steps 32,8 --k 1024
 
-writes `sparse-<model>-<device>.json`. Sessions decode as they always do, by a fixed schedule, so that steps are launched ahead
-where the policy allows it. Only the prefill is left out: weights are random, and so are the keys in the state. Requests of a batch
-begin together (lockstep), or are spread over a block (staggered). A block's time is that of its steps, in the middle of a
-generation. `plain` is the exact step in plain PyTorch (`benchmarks.plain_blocks`), of one request; `flashinfer` is Mosaic's own
-exact step with FlashInfer's attention in it (`benchmarks.flashinfer_steps`), of requests that begin together, and `flashinfer, own
-layout` the same over keys that lie as it prefers. The floor is that of the steps
-(`benchmarks.floor`): weights, and the keys that are attended to, or ranked, read once, or the FLOPs where these take longer.
+writes `sparse-<model>-<device>.json`. Requests are generators of a session, by a fixed schedule. The prefill is left out: weights
+are random, and so are the keys in the state. Requests of a batch begin together (lockstep), or are spread over a block (staggered).
+A block's time is that of its steps, in the middle of a generation. `plain` is the exact step in plain PyTorch
+(`benchmarks.plain_blocks`), of one request; `flashinfer` is Mosaic's own exact step with FlashInfer's attention in it
+(`benchmarks.flashinfer_steps`), of requests that begin together, and `flashinfer, own layout` the same over keys that lie as it
+prefers. The floor is that of the steps (`benchmarks.floor`): weights, and the keys that are attended to, or ranked, read once, or
+the FLOPs where these take longer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from mosaic.models.policies.flashblock import REUSES, PrefixReuse
 from mosaic.models.policies.mage_options import PRESETS, SparseAttention
 from mosaic.models.policies.registry import attention_policy
 from mosaic.runtime.compiled import CompiledModel
-from mosaic.runtime.launched import Launched
 from mosaic.runtime.steps import StepRequest, StepResult, StepRunner
 
 __all__ = ["HEADER", "NoPrefill", "floor_s", "main", "measured", "rows_of", "timings"]
@@ -65,7 +64,10 @@ CASE: Final = ("prefix", "requests", "steps", "staggered")
 
 
 class NoPrefill:
-    """A runner that writes the keys of the first block alone where a whole prompt is asked for."""
+    """A runner that writes the keys of the first block alone where a whole prompt is asked for.
+
+    Its sessions have no table, so each step of a request is asked for.
+    """
 
     def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
@@ -73,13 +75,12 @@ class NoPrefill:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
+    def request_table(self) -> None:
+        """Return no table."""
+
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         """Run one step."""
         return self._runner.step([self._shortened(request) for request in requests])
-
-    def launch(self, requests: Sequence[StepRequest]) -> Launched:
-        """Begin one step."""
-        return self._runner.launch([self._shortened(request) for request in requests])
 
     def _shortened(self, request: StepRequest) -> StepRequest:
         if request.rows.numel() or request.start:
@@ -138,7 +139,7 @@ def _schedule(family: str, steps: int) -> dict[str, Any]:
         if steps != BLOCK:
             raise UsageError(f"a block of {family} takes {BLOCK} steps where no token is confident, not {steps}.")
         return {"threshold": 1.0}
-    return {"steps": steps} | ({"threshold": 1.0, "ahead": True} if family == "llada2" else STATIC)
+    return {"steps": steps} | ({"threshold": 1.0} if family == "llada2" else STATIC)
 
 
 def _reaching(model: Model, positions: int) -> Model:

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.phase import Phase
     from mosaic.runtime.compiled import CompiledModel
-    from mosaic.runtime.launched import Launched
     from mosaic.runtime.steps import StepRequest, StepRunner
 
 __all__ = [
@@ -370,11 +369,10 @@ class Attending(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of a step; `overlapped`: it was launched without waiting for its outcome."""
+    """Sizes of a step."""
 
     tokens: int
     attending: list[Attending]
-    overlapped: bool
 
 
 class Counted(NoPrefill):
@@ -388,15 +386,6 @@ class Counted(NoPrefill):
 
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         """Run one step."""
-        self._note(requests, overlapped=False)
-        return super().step(requests)
-
-    def launch(self, requests: Sequence[StepRequest]) -> Launched:
-        """Begin one step."""
-        self._note(requests, overlapped=True)
-        return super().launch(requests)
-
-    def _note(self, requests: Sequence[StepRequest], *, overlapped: bool) -> None:
         kinds: dict[tuple[int, bool, bool], Attending] = {}  # by ids: phases take long to compare, and this is timed
         for request in requests:
             kind = bool(request.values.get("candidates")), bool(request.values.get("refreshes", True))
@@ -406,7 +395,8 @@ class Counted(NoPrefill):
             kinds[key].keys.append(request.key_len)
         tokens = sum([request.token_ids.numel() for request in requests])
         self.last.append(requests)
-        self.sizes.append(Sizes(tokens, [*kinds.values()], overlapped))
+        self.sizes.append(Sizes(tokens, [*kinds.values()]))
+        return super().step(requests)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ CEILING_S = 570
 """The limit on the sum of all budgets: two cores for 300 s, less the time of collecting the tests on both."""
 USUAL_S = 0.7
 BUDGETS_S: Mapping[str, float] = {
-    "test_admission": 3, "test_advice": 5, "test_ahead": 7, "test_bench": 6, "test_benchmarks": 12, "test_check": 3,
+    "test_admission": 3, "test_advice": 5, "test_bench": 6, "test_benchmarks": 12, "test_check": 3,
     "test_check_leaves": 4,
     "test_check_reasons": 3, "test_check_safety": 4, "test_checkpoints": 3, "test_cli": 13, "test_compiling": 2,
     "test_config_keys": 3, "test_cost": 2, "test_cuda_pool": 4, "test_cut": 14, "test_decoding": 31,
@@ -34,7 +34,7 @@ BUDGETS_S: Mapping[str, float] = {
     "test_registrar": 3, "test_robustness": 7, "test_rotary_scaling": 7, "test_runtime": 2, "test_runtime_compiled": 6,
     "test_runtime_executor": 2, "test_sampling": 11, "test_search": 4, "test_selected_attention": 4, "test_selection": 16,
     "test_selection_of_keys": 5, "test_selection_of_keys_triton": 13, "test_session": 8, "test_session_callers": 3,
-    "test_session_crews": 4, "test_shared_model": 2, "test_small_models": 7, "test_small_training": 5,
+    "test_shared_model": 2, "test_small_models": 7, "test_small_training": 5,
     "test_sparse_attention": 15, "test_states": 3, "test_step_config": 2, "test_streams": 5, "test_token_importance": 2,
     "test_triton_compiles": 17, "test_triton_kernels": 6, "test_viz": 2, "test_viz_graph": 2, "test_vocabulary": 2,
     "test_weight_addresses": 4,

@@ -18,29 +18,10 @@ from mosaic.models.architecture import Architecture
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.planner.plan import Plan
-from mosaic.runtime.launched import Launched
 from mosaic.runtime.sharing import SharedSizes
 from mosaic.runtime.steps import StateRows, StepRequest, StepResult
 
 __all__ = ["CompiledRunner"]
-
-
-class Counted(Launched):
-    """A launched step whose plan is counted when its outcome is there."""
-
-    def __init__(self, inner: Launched, runner: CompiledRunner) -> None:
-        self.requests, self._inner, self._runner = inner.requests, inner, runner
-
-    def results(self) -> list[StepResult]:
-        results = self._inner.results()
-        self._runner.peak_bytes = max(self._runner.peak_bytes, results[0].plan.total_bytes)
-        return results
-
-    def proceed(self) -> None:
-        self._inner.proceed()
-
-    def settle(self) -> None:
-        self._inner.settle()
 
 
 class CompiledRunner:
@@ -56,7 +37,7 @@ class CompiledRunner:
     peak_bytes
         The most that a plan in force has taken since the last `check`.
     planned_bytes
-        The same per pool, including launched steps whose outcome was not read.
+        The same per pool.
     """
 
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], /, **options: Any) -> None:
@@ -90,19 +71,12 @@ class CompiledRunner:
     def asynchronous(self) -> bool:
         return self.model.asynchronous
 
-    def launch(self, requests: Sequence[StepRequest]) -> Launched:
-        """Begin a step."""
-        launched = self.model.launch(requests)
+    def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
+        results = self.model.step(requests)
+        self.peak_bytes = max(self.peak_bytes, results[0].plan.total_bytes)
         for pool, size in self.model.memory().planned.items():
             self.planned_bytes[pool] = max(self.planned_bytes.get(pool, 0), size)
-        return Counted(launched, self)
-
-    def prepare(self, requests: Sequence[StepRequest]) -> None:
-        """Pack a step that may follow."""
-        self.model.prepare(requests)
-
-    def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
-        return self.launch(requests).results()
+        return results
 
     def sharing(self) -> SharedSizes:
         return self.model.sharing()

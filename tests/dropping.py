@@ -82,8 +82,6 @@ SELECT: Final = Operator(
 class Dropping(Cut):
     """Drops rows that weigh less than their sequence's limit, `StepRequest.values["limit"]`; none where there is no limit."""
 
-    guesses: bool = True
-
     def inputs(self, arch: Architecture) -> Sequence[Input]:
         return (
             Input(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +19,7 @@ from torch import Tensor
 from mosaic.kernels.shared import sampling
 from mosaic.models import parts
 from mosaic.models.architecture import Architecture
-from mosaic.models.parts import ENTERED, Commit
-from mosaic.models.parts.windows import OPEN
+from mosaic.models.parts import Commit
 from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.runtime.sharing import SharedSizes
@@ -161,25 +160,6 @@ class PlainSequence:
         self.closed = True
 
 
-@dataclass
-class PlainCanvas:
-    """The tokens of one request; unwritten positions hold no token."""
-
-    tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    closed: bool = False
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
-
-    def reserve(self, tokens: int) -> None:
-        self.tokens = torch.cat((self.tokens, torch.full((tokens - len(self.tokens),), -(1 << 62))))
-
-    def close(self) -> None:
-        assert not self.closed
-        self.closed = True
-
-
 def kept(logits: Tensor, top_p: float, top_k: int) -> Tensor:
     """A row's logits with what top-p, then top-k, leave out at -inf."""
     order = torch.sort(logits, descending=True, stable=True).indices
@@ -212,8 +192,6 @@ class ReferenceRunner:
         return nullcontext()
 
     def open_rows(self, state: State) -> StateRows:
-        if state is parts.CANVAS:
-            return PlainCanvas()
         assert state is parts.KV
         self.sequences.append(PlainSequence(self.network))
         return self.sequences[-1]
@@ -227,13 +205,6 @@ class ReferenceRunner:
         return True
 
     asynchronous = False
-
-    def prepare(self, requests: Sequence[StepRequest]) -> None:
-        assert all(request.phase.tokens.computes for request in requests)
-
-    def launch(self, requests: Sequence[StepRequest]) -> Any:
-        results = self.step(requests)
-        return SimpleNamespace(results=lambda: results)
 
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         self.packed.append(list(requests))
@@ -250,20 +221,6 @@ class ReferenceRunner:
         return self.network.hidden(tokens, request.start, sequence.kv, request.key_len)
 
     def _one(self, request: StepRequest) -> StepResult:
-        canvas = request.states.get(parts.CANVAS)
-        if canvas is None:
-            return self._decided(request, self.architecture.mask_token_id)
-        assert isinstance(canvas, PlainCanvas) and not canvas.closed
-        window = canvas.tokens[request.start : request.start + len(request.token_ids)]
-        if request.phase.tokens == ENTERED:
-            entered = request.values["entered"]
-            window.copy_(entered.where(entered >= OPEN, window))
-        ids = window.where(window != OPEN, self.architecture.mask_token_id)
-        result = self._decided(replace(request, token_ids=ids, current=window[request.rows]), OPEN)
-        window[request.rows] = result.chosen
-        return result
-
-    def _decided(self, request: StepRequest, open_id: int) -> StepResult:
         phase, rows = request.phase, request.rows
         hidden = self._hidden(request, request.token_ids)
         if not phase.head.decides:
@@ -300,7 +257,7 @@ class ReferenceRunner:
         if phase.commit.perturb and request.score_temperature > 0:
             assert request.keys is not None
             score = score / request.score_temperature + sampling.gumbels(request.keys)
-        committed = rule(request, token, score, open_id)
+        committed = rule(request, token, score, self.architecture.mask_token_id)
         return self._result(token, score, committed, torch.where(committed, token, request.current))
 
     def _result(self, token: Tensor, score: Tensor, committed: Tensor, chosen: Tensor) -> StepResult:

@@ -432,7 +432,7 @@ def test_steps_of_a_block_are_timed_exact_and_sparse(monkeypatch: pytest.MonkeyP
         again = {"40": block.again_of(model, 40)}
         assert again["40"]["steps"] == 16
         assert model.state_rows == {}
-    assert steps["40"].keys() == {"exact", "first", "later"} and generation.keys() == {"waiting", "ahead"}
+    assert steps["40"].keys() == {"exact", "first", "later"} and generation.keys() == {"table"}
     assert all(0 < times["least_ms"] <= times["step_ms"] <= times["most_ms"] for times in steps["40"].values())
     steps["40"]["exact"] = {"step_ms": [5.0, 9.0, 6.0], "card_ms": []}  # as older records are
     result = {
@@ -456,8 +456,7 @@ def test_steps_of_a_block_are_timed_exact_and_sparse(monkeypatch: pytest.MonkeyP
     assert rows[0][1:3] == ["6.000", ""]
     assert [row[0] for row in rows] == [
         "40 keys, exact", "40 keys, first", "40 keys, later", "prefill of 40 tokens",
-        "a second generation after 40 tokens", "generation, waiting",
-        "generation, ahead",
+        "a second generation after 40 tokens", "generation, table",
     ]  # fmt: skip
     assert all(len(row) == len(block.HEADER) and float(row[1]) > 0 for row in rows)
 

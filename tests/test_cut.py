@@ -21,10 +21,7 @@ from torch import Tensor
 import mosaic
 from mosaic import Implementation, Operator
 from mosaic.decoding import Algorithm, Canvas, GenerationConfig, LiveRequest, Traits
-from mosaic.decoding.ahead import ahead_shapes, decode_ahead
 from mosaic.decoding.algorithms import canvas_length
-from mosaic.decoding.blocks import Blocks
-from mosaic.decoding.canvas import Sampling
 from mosaic.errors import BucketOverflow, DoesNotFit, GraphError, UnknownName, UsageError
 from mosaic.models import load
 from mosaic.models.parts import KEPT, KV, LOGITS, NO_HEAD, NUCLEUS, SAMPLE, STATISTICS, Commit, KeptRows
@@ -167,14 +164,11 @@ def test_a_cut_that_keeps_every_row_changes_nothing(model: CompiledModel, seed: 
         twin.close()
 
 
-@pytest.mark.parametrize("guess", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_dropped_rows_have_no_keys_in_later_layers_and_are_not_decided(
-    model: CompiledModel, seed: int, guess: bool
-) -> None:
+def test_dropped_rows_have_no_keys_in_later_layers_and_are_not_decided(model: CompiledModel, seed: int) -> None:
     """Under poison, packed at random, against plain code that keeps stale keys where rows were dropped."""
-    rng = random.Random(100 * seed + guess)
-    cut = Dropping(guesses=guess, layer=1)
+    rng = random.Random(100 * seed)
+    cut = Dropping(layer=1)
     phase = replace(CUT, cut=cut)
     live, sizes = opened(model, rng, 3), set()
     for turn in range(12):
@@ -188,9 +182,7 @@ def test_dropped_rows_have_no_keys_in_later_layers_and_are_not_decided(
         found = model.step([request for _, request in asked])
         kept = sum(len(one.expect(request, result)) for (one, request), result in zip(asked, found, strict=True))
         size = found[0].plan.dims["kept"]
-        assert kept <= size
-        if not guess:
-            assert size == min(bucket for bucket in cut.buckets(found[0].plan.dims["tokens"]) if bucket >= kept)
+        assert size == min(bucket for bucket in cut.buckets(found[0].plan.dims["tokens"]) if bucket >= kept)
         sizes.add(size)
     assert len(sizes) > 2
     for one in live:
@@ -311,19 +303,17 @@ class Nothing(Dropping):
         step.g.add_op(SELECT_NONE, step.positions, step.cu_seqlens, out=tuple(into))
 
 
-@pytest.mark.parametrize("guess", [True, False])
-def test_a_step_that_keeps_no_row_decides_nothing(model: CompiledModel, guess: bool) -> None:
+def test_a_step_that_keeps_no_row_decides_nothing(model: CompiledModel) -> None:
     """It runs for the fewest rows, and keys of later layers stay what they are."""
     rng = random.Random(9)
-    cut = Nothing(guesses=guess)
+    cut = Nothing()
     one = Sequence.filled(model, 64, rng)
-    for turn in range(3):
+    for _ in range(3):
         request = one.window(rng, replace(CUT, cut=cut))
         (result,) = model.step([request])
         assert not result.committed.any() and not result.values["kept"].any()
         assert torch.equal(result.chosen, request.current)
-        if turn or not guess:
-            assert result.plan.dims["kept"] == cut.buckets(len(request.token_ids))[0]
+        assert result.plan.dims["kept"] == cut.buckets(len(request.token_ids))[0]
         one.network.hidden(request.token_ids, request.start, copies := one.copies(), request.key_len)
         for layer in range(2):  # up to the one that is cut, all rows have new keys
             one.plain.kv[layer] = copies[layer]
@@ -363,7 +353,7 @@ def test_settings_of_a_step_are_those_of_its_graphs(model: CompiledModel) -> Non
     one.close()
 
 
-# --- more rows than the second graph was launched for -------------------------------------------------------------------
+# --- more rows than there were, or than there is a size for -------------------------------------------------------------
 
 
 def few_and_all(model: CompiledModel, rng: random.Random, phase: Phase) -> tuple[Sequence, StepRequest]:
@@ -382,60 +372,39 @@ def interrupted(_: object) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("guess", [True, False])
-def test_a_second_graph_that_runs_later_needs_no_first_one(
-    model: CompiledModel, guess: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More rows than were guessed run again; without a guess the host has to look at the count. The outcome, and all that outlives
-    the step, is as if the right size had been launched at once, whatever runs between."""
+def test_an_interrupted_step_runs_again(model: CompiledModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the graphs, whatever runs in between: the outcome, and all that outlives the step, is that of one run."""
     rng = random.Random(0)
-    phase = replace(CUT, cut=Dropping(sizes=(2, 8, 64), guesses=guess))
-    for between in ("nothing", "a look", "a step", "an interrupt", "a trim", "a sequence that ends"):
+    phase = replace(CUT, cut=Dropping(sizes=(2, 8, 64)))
+    for beside in (False, True):
         one, request = few_and_all(model, rng, phase)
         other = Sequence.filled(model, 16, rng)
-        prefixes = len(selections)
-        launched = model.launch([request])
-        assert model.memory().planned["workspace"] and len(selections) == prefixes + 1
-        if between == "a look":
-            launched.proceed()
-        elif between == "a step":
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Arriving, "wait", interrupted)
+            model.step([request])
+        if beside:
             model.step([replace(other.window(rng, UNCUT), quota=1)])
-        elif between == "an interrupt":
-            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(Arriving, "wait", interrupted)
-                model.step([replace(other.window(rng, UNCUT), quota=1)])
-            model.step([replace(other.window(rng, UNCUT), quota=1)])
-        elif between == "a trim":
-            model.trim()
-        elif between == "a sequence that ends":
-            other.close()
-        (result,) = launched.results()
-        assert result.plan.dims["kept"] == len(request.token_ids) and len(selections) == prefixes + 1
+        (result,) = model.step([request])
+        assert result.plan.dims["kept"] == len(request.token_ids)
         one.expect(request, result)
         again = one.window(rng, phase)  # which reads the keys that the step has left
         one.expect(again, model.step([again])[0])
-        assert launched.results() == [result]
         one.close()
         other.close()
 
 
-@pytest.mark.parametrize("guess", [True, False])
-def test_more_rows_than_there_is_a_size_for_are_an_error(model: CompiledModel, guess: bool) -> None:
-    """Reading the outcome raises; other calls do not, and the next steps run."""
+def test_more_rows_than_there_is_a_size_for_are_an_error(model: CompiledModel) -> None:
+    """The next steps run."""
     rng = random.Random(1)
-    phase = replace(CUT, cut=Dropping(sizes=(2, 8), guesses=guess))
+    phase = replace(CUT, cut=Dropping(sizes=(2, 8)))
     one, request = few_and_all(model, rng, phase)
     count = len(request.token_ids)
     with pytest.raises(
         BucketOverflow, match=rf"'denoise_prefix' computed count = {count}, the largest bucket of 'kept' is 8"
     ):
         model.step([request])
-    launched = [model.launch([request])] if guess else []
     small = one.limited(request, 3)
     one.expect(small, model.step([small])[0])
-    for failed in 2 * launched:
-        with pytest.raises(BucketOverflow):
-            failed.results()
     one.close()
 
 
@@ -472,10 +441,9 @@ def test_plans_of_both_graphs_are_proved_and_need_no_more_than_the_uncut_one() -
     assert planner.max_context(packed(CUT)) == min(planner.max_context(graph) for graph in packed(CUT).graphs)
 
 
-@pytest.mark.parametrize("guess", [True, False])
-def test_what_is_admitted_fits_and_what_is_not_runs_no_part(guess: bool) -> None:
+def test_what_is_admitted_fits_and_what_is_not_runs_no_part() -> None:
     """At the budget of its largest graph a step runs, within it at every moment; a byte below nothing of it does."""
-    phase = replace(CUT, cut=Dropping(guesses=guess))
+    phase = CUT
     sizes = [StepSize(phase=phase, windows=(1024,), keys=(1024,), rows=512)]
     with closing(CompiledRunner(CONFIG, TENSORS, host_budget=0)) as free:
         most = free.model.check(sizes)
@@ -569,28 +537,6 @@ def test_sessions_run_steps_that_are_cut_for_many_requests(model: CompiledModel)
         if limit == ALL:
             uncut = replace(config, algorithm=algorithm(UNCUT))
             assert torch.equal(model.generate([prompt], uncut)[0].token_ids, tokens)
-
-
-def test_steps_that_are_cut_read_and_write_a_canvas_on_the_device(model: CompiledModel) -> None:
-    """Launched ahead, under poison: where every row is kept, the tokens are those of the uncut phase."""
-    found = []
-    prompts = [torch.arange(8, 8 + count) for count in (3, 16, 9)]
-    for phase in (UNCUT, CUT):
-
-        def decode(canvas: Canvas, phase: Phase = phase) -> Any:
-            blocks = Blocks(canvas.config, canvas.architecture, canvas.prompt_len, phase)
-            yield from decode_ahead(canvas, blocks, Sampling.of(canvas.config, scaled=False), [2] * 4, exactly=True)
-
-        def shapes(config: Any, arch: Any, prompt_len: int, request: int, phase: Phase = phase) -> Any:
-            return ahead_shapes(Blocks(config, arch, prompt_len, phase))
-
-        options = frozenset({"steps", "ahead", "block_length"})
-        traits = Traits(options=options, blockwise=True, defaults={"steps": 4})
-        own = Algorithm(name="ahead", decode=decode, shapes=shapes, traits=traits)
-        config = GenerationConfig(algorithm=own, gen_length=20, block_length=BLOCK, ahead=True, stop_at_eos=False)
-        found.append([answer.token_ids for answer in model.generate(prompts, config)])
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
 
 
 # --- one mechanism ------------------------------------------------------------------------------------------------------

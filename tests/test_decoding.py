@@ -473,11 +473,10 @@ PROMPTS = [3, 8, 13, 24]
 def test_sdar(
     make: Make, length: int, remasking: str, steps: int, temperature: float, top_p: float, top_k: int
 ) -> None:
-    """One step at a time; `test_ahead` compares with steps that are launched ahead."""
     case, prompt = make("sdar"), prompt_of(length)
     settings_ = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": 4}
     expected = sdar(case.network, prompt, 19, steps, remasking, Draw(**settings_), 0.4)
-    options: dict[str, Any] = {"ahead": False} | ({} if remasking == "sequential" else {"threshold": 0.4})
+    options: dict[str, Any] = {} if remasking == "sequential" else {"threshold": 0.4}
     assert_same(case, prompt, expected, gen_length=19, remasking=remasking, steps=steps, **options, **settings_)
 
 
@@ -665,10 +664,7 @@ def test_only_rows_that_may_be_committed_are_unembedded(way: tuple[str, dict[str
     arch = models.load(CONFIGS[family]).architecture
     runner = ReferenceRunner(Network(arch, random_tensors(arch, 0)))
     editing = options.get("algorithm") == "llada2.1"
-    on_host = (
-        {"ahead": False} if family == "sdar" and not editing else {}
-    )  # a canvas on the device has all rows of a block
-    decoding.generate(runner, [prompt_of(5)], stop_at_eos=False, **options, **on_host)
+    decoding.generate(runner, [prompt_of(5)], stop_at_eos=False, **options)
     for (request,) in runner.packed:
         assert editing or (request.current == MASK).all()
         assert (request.keys is None) == (not request.phase.noisy)

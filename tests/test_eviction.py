@@ -44,7 +44,6 @@ from mosaic.models.state import State
 from mosaic.models.step import StepSize, most_rows
 from mosaic.planner.planner import Planner
 from mosaic.runtime.compiled import CompiledModel
-from mosaic.runtime.launched import Launched
 from mosaic.runtime.sharing import SharedSizes
 from mosaic.runtime.steps import StepRequest, StepResult
 
@@ -99,12 +98,6 @@ class Recorder:
         self.steps.append((tuple(requests), self.model.step([self.changed(request) for request in requests])))
         return self.steps[-1][1]
 
-    def launch(self, requests: Sequence[StepRequest]) -> Launched:
-        raise AssertionError
-
-    def prepare(self, requests: Sequence[StepRequest]) -> None:
-        raise AssertionError
-
     def open_rows(self, state: State, /) -> Any:
         return self.model.open_rows(state)
 
@@ -149,7 +142,7 @@ def drawn(rng: random.Random, *, slowly: bool = False) -> tuple[Tensor, dict[str
     prompt = torch.tensor([rng.randrange(8, MASK) for _ in range(rng.choice([3, BLOCK, 2 * BLOCK + 5]))])
     dynamic = slowly or rng.random() < 0.7
     return prompt, {
-        "gen_length": rng.choice([5, 16, 21]), "stop_at_eos": False, "ahead": False,
+        "gen_length": rng.choice([5, 16, 21]), "stop_at_eos": False,
         "steps": BLOCK if slowly else rng.choice([BLOCK, 4]), "threshold": 0.99 if slowly else rng.choice([0.35, 0.6]),
         "remasking": "low_confidence_dynamic" if dynamic else "low_confidence_static",
     }  # fmt: skip
@@ -339,7 +332,7 @@ def test_eviction_that_does_not_pay_for_the_requests_that_are_expected_is_left_o
     options: dict[str, Any] = {"eviction": Eviction(requests=expected), "block_cache": "dc+", "block_commit": "cached"}
     recorder = Recorder(model)
     with caplog.at_level(logging.WARNING):
-        (found,) = generate(recorder, [prompt], replace(config, ahead=False, **options))
+        (found,) = generate(recorder, [prompt], replace(config, **options))
     like = options | {"eviction": Eviction()} if evicts else {}
     (alone,) = generate(model, [prompt], replace(config, **like))
     assert torch.equal(found.token_ids, alone.token_ids)
@@ -507,42 +500,6 @@ def test_requests_at_any_progress_share_steps_and_get_what_they_get_alone(
         torch.testing.assert_close(mine.generation.confidence, other.confidence)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tight(Focus):
-    """Has many sizes, so that guesses are close."""
-
-    def buckets(self, tokens: int) -> list[int]:
-        return sorted({*range(2, tokens, 2), tokens})
-
-
-@dataclass
-class Guessing(Recorder):
-    """A model whose steps guess the size of their second graph."""
-
-    def changed(self, request: StepRequest) -> StepRequest:
-        cut = request.phase.cut
-        if not isinstance(cut, Focus):
-            return request
-        return replace(request, phase=replace(request.phase, cut=Tight(eviction=cut.eviction, guesses=True)))
-
-
-def test_steps_that_keep_more_than_was_guessed_change_nothing(
-    model: CompiledModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The second graph runs again, larger; tokens and what is kept are the same."""
-    rng = random.Random(8)
-    config = GenerationConfig(eviction=Eviction(alpha=1.0), gen_length=BLOCK, stop_at_eos=False, threshold=0.9)
-    known, guessing = Recorder(model), Guessing(model)
-    for _ in range(3):  # of whole blocks: steps begin with few tokens, and keep more and more
-        prompt = torch.tensor([rng.randrange(8, MASK) for _ in range(2 * BLOCK)])
-        (expected,) = generate(known, [prompt], config)
-        with caplog.at_level(logging.DEBUG, logger="mosaic.runtime.engine"):
-            (found,) = generate(guessing, [prompt], config)
-        assert torch.equal(found.token_ids, expected.token_ids)
-    assert guessing.of_requests() == known.of_requests()
-    assert sum("runs again" in record.message for record in caplog.records) > 1
-
-
 def test_what_is_admitted_runs_to_its_end() -> None:
     """Within a budget of just the largest steps, whatever the requests decide."""
     rng = random.Random(4)
@@ -682,12 +639,6 @@ class Chance:
             )
         ]
 
-    def launch(self, requests: Sequence[StepRequest]) -> Launched:
-        raise AssertionError
-
-    def prepare(self, requests: Sequence[StepRequest]) -> None:
-        raise AssertionError
-
     def open_rows(self, state: State, /) -> Any:
         return Rows()
 
@@ -714,7 +665,7 @@ def test_over_random_schedules_no_token_is_lost_and_no_key_is_another_than_it_sh
                 prompt, options = drawn(rng)
                 config = GenerationConfig(
                     gen_length=options["gen_length"], stop_at_eos=False, eviction=eviction, block_cache=keys[0],
-                    block_commit=keys[1], ahead=False,
+                    block_commit=keys[1],
                 )  # fmt: skip
                 length = -(-(len(prompt) + config.gen_length) // BLOCK) * BLOCK
                 truth = Truth(config, [*prompt.tolist(), *[MASK] * (length - len(prompt))], len(prompt))
@@ -734,8 +685,6 @@ def test_over_random_schedules_no_token_is_lost_and_no_key_is_another_than_it_sh
     ({"block_commit": "never"}, UnknownName, "block_commit 'never'"),
     ({"block_commit": "cached"}, UsageError, "is about tokens that a block cache has frozen; give block_cache"),
     ({"eviction": "focus", "remasking": "sequential"}, UsageError, "eviction: 'sequential' decides the first masks"),
-    ({"eviction": "focus", "ahead": True}, UsageError, "ahead: with eviction the tokens of a step depend on the outcome"),
-    ({"block_cache": "dc", "ahead": True}, UsageError, "ahead: with block_cache the tokens"),
     (
         {"block_cache": "dc", "block_commit": "cached", "attention": "oracle"}, UsageError,
         "block_commit 'cached': attention that selects",
@@ -776,11 +725,8 @@ def test_rows_that_are_chosen_before_a_step_are_not_evicted() -> None:
         resolve(config, load("llada-8b").architecture)
 
 
-def test_steps_are_not_launched_ahead_with_a_block_cache() -> None:
+def test_with_a_block_cache_blocks_are_committed_exactly() -> None:
     static = GenerationConfig(remasking="low_confidence_static")
-    assert resolve(static, ARCH).ahead is None
-    for config in (replace(static, eviction="focus"), replace(static, block_cache="dc")):
-        assert resolve(config, ARCH).ahead is False
     found = resolve(replace(static, eviction="focus-public", block_cache="dc+"), ARCH)
     assert found.eviction == PRESETS["focus-public"] and found.block_commit == "exact"
     assert resolve(static, ARCH).block_commit is None

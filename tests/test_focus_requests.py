@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from test_kernels import Case, check_allocates_nothing, strided
@@ -49,7 +51,7 @@ class Focused(Requests):
     def note(self) -> Case:
         placing, rng = self.place(), self.rng
         bounds = placing.operands["cu_seqlens"].tolist()
-        windows = [rng.choice([0, end - start]) for start, end in zip(bounds, bounds[1:], strict=False)]
+        windows = [rng.choice([0, end - start]) for start, end in itertools.pairwise(bounds)]
         given = {name: placing.operands[name] for name in ("table", "row", "cu_rows")}
         kept = torch.tensor([0, *windows]).cumsum(0).int()
         committed = torch.tensor([rng.randrange(2) for _ in placing.reference()["decided_rows"]], dtype=torch.uint8)

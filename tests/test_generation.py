@@ -82,8 +82,6 @@ def test_every_plan_generates_the_same(plan: str, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_the_peak_of_a_generation_is_the_predicted_one(way: str, lengths: tuple[int, ...]) -> None:
     family, options = WAYS[way]
-    if way == "sdar":
-        options = options | {"ahead": False}  # the plan in force is that of the step whose outcome is told
     runner = runner_of(family)
     committed: list[int] = []
 

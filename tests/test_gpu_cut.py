@@ -60,11 +60,10 @@ def test_a_cut_that_keeps_every_row_changes_nothing(model: CompiledModel) -> Non
         owned.close()
 
 
-@pytest.mark.parametrize("guess", [True, False])
-def test_dropped_rows_have_no_keys_in_later_layers_and_are_not_decided(model: CompiledModel, guess: bool) -> None:
-    """Few rows and all of them by turns, so that sizes that were guessed are exceeded; against plain code on the CPU."""
+def test_dropped_rows_have_no_keys_in_later_layers_and_are_not_decided(model: CompiledModel) -> None:
+    """Few rows and all of them by turns, against plain code on the CPU."""
     rng = random.Random(1)
-    cut = Dropping(guesses=guess)
+    cut = Dropping()
     phase = replace(CUT, cut=cut)
     live, sizes = on_card(opened(model, rng, 3)), set()
     windows = [one.window(rng, phase) for one in live]
@@ -79,7 +78,7 @@ def test_dropped_rows_have_no_keys_in_later_layers_and_are_not_decided(model: Co
         kept = sum(len(one.expect(*pair)) for one, *pair in zip(live, asked, found, strict=True))
         size = found[0].plan.dims["kept"]
         assert kept <= size and (few or size == tokens)
-        assert guess or size == min(bucket for bucket in cut.buckets(tokens) if bucket >= kept)
+        assert size == min(bucket for bucket in cut.buckets(tokens) if bucket >= kept)
         sizes.add(size)
     assert len(sizes) > 1 and len(captured(model, "denoise_suffix") & sizes) > 1
     changes = model.workspace.changes()

@@ -62,10 +62,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "fast-dllm dual on dream": ("dream", {**_FAST, "threshold": 0.3, "cache": "dual"}),
     "sdar": ("sdar", {"gen_length": 40, "threshold": 0.3}),
     "sdar sampled": ("sdar", {"gen_length": 40, "temperature": 0.7, "top_k": 20, "threshold": 0.3}),
-    "sdar static": ("sdar", {"gen_length": 40, "remasking": "low_confidence_static", "steps": 4, "ahead": False}),
-    "sdar ahead": ("sdar", {"gen_length": 40, "threshold": 0.3, "ahead": True}),
-    "sdar static ahead": ("sdar", {"gen_length": 40, "remasking": "low_confidence_static", "steps": 4, "ahead": True}),
-    "llada2 ahead": ("llada2", {"gen_length": 64, "threshold": 0.3, "temperature": 0.7, "ahead": True}),
+    "sdar static": ("sdar", {"gen_length": 40, "remasking": "low_confidence_static", "steps": 4}),
+    "llada2 sampled": ("llada2", {"gen_length": 64, "threshold": 0.3, "temperature": 0.7}),
     "sdar sequential": ("sdar", {"gen_length": 40, "remasking": "sequential", "temperature": 1.0}),
     "sdar reusing": ("sdar", {"gen_length": 40, "threshold": 0.3, "attention": "flashblock"}),
     "sdar reusing by steps": ("sdar", {"gen_length": 40, "steps": 4, "attention": mosaic.PrefixReuse(steps=2)}),
@@ -151,7 +149,7 @@ def test_the_card_generates_the_cpus_tokens(way: str, opened: Any) -> None:
         "llada sampled",
         "fast-dllm dual",
         "sdar",
-        "sdar static ahead",
+        "sdar static",
         "sdar reusing",
         "sdar evicting",
         "fast-dllm-v2",
@@ -172,22 +170,6 @@ def test_steps_are_replayed_and_ask_pytorch_for_nothing(way: str, opened: Any) -
     torch.cuda.synchronize()
     assert (torch.cuda.memory_stats()["allocation.all.allocated"], torch.cuda.memory_reserved()) == before
     assert tokens_of(again) == tokens_of(first)
-
-
-@pytest.mark.parametrize("way", ["llada", "sdar static", "sdar evicting, dc+", "llada2 evicting"])
-def test_crews_in_turn_get_the_cpus_tokens(way: str, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One crew's step is launched while the other's is on its way, from rows that both have in one state."""
-    monkeypatch.setattr(decoding.crews, "CREW_TOKENS", 4)
-    family, options = WAYS[way]
-    lengths = (*LENGTHS, 33, 5)
-    expected = generated(opened(family, "cpu"), family, options, lengths)
-    model = opened(family, DEVICE, debug="poison")
-    launch, most = model.launch, []
-    monkeypatch.setattr(
-        type(model), "launch", lambda _, requests, **more: (most.append(len(requests)), launch(requests, **more))[1]
-    )
-    assert tokens_of(generated(model, family, options, lengths)) == tokens_of(expected)
-    assert max(most) <= 3 < len(lengths)
 
 
 def test_pages_are_the_plans_at_every_step(opened: Any) -> None:

@@ -109,7 +109,7 @@ WAYS: dict[str, SparseAttention | PrefixReuse] = {
     [pytest.param(name, marks=pytest.mark.soak if name in ("two steps", "both") else ()) for name in WAYS],
 )
 def test_answers_are_those_of_the_policy_in_float64(name: str, model: CompiledModel) -> None:
-    """Steps that are launched ahead attend alike; and exact attention would have answered otherwise."""
+    """And exact attention would have answered otherwise."""
     source, others, refreshed = random.Random(name), 0, list[bool]()
     for length in (3, 38):
         prompt, gen = torch.tensor([source.randrange(60) for _ in range(length)]), source.randint(13, 20)
@@ -125,7 +125,7 @@ def test_answers_are_those_of_the_policy_in_float64(name: str, model: CompiledMo
 
 @pytest.mark.parametrize("chosen", [None, MAGE], ids=["exact", "mage"])
 def test_with_a_refresh_in_every_step_nothing_is_reused(chosen: SparseAttention | None, model: CompiledModel) -> None:
-    """Alone, in steps that tell how much queries changed; beside sparse layers, in steps that are launched ahead."""
+    """Alone, in steps that tell how much queries changed; and beside sparse layers."""
     prompts = [torch.arange(n) % 60 for n in (1, 50)]
     every = PrefixReuse(change=0.0) if chosen is None else replace(chosen, reuse=PrefixReuse(steps=1))
     expected = model.generate(prompts, gen_length=10, attention=chosen, **STATIC)
@@ -169,7 +169,7 @@ def test_tokens_that_are_left_out_of_steps_reuse_nothing(model: CompiledModel) -
 def test_requests_at_any_step_share_a_forward_and_get_what_they_get_alone(name: str, model: CompiledModel) -> None:
     """One that refreshes beside others that reuse, in one phase; each to the bit."""
     source, mixed = random.Random(name), 0
-    options = GenerationConfig(gen_length=13, attention=WAYS[name], **STATIC | {"ahead": False})
+    options = GenerationConfig(gen_length=13, attention=WAYS[name], **STATIC)
     prompts = [torch.tensor([source.randrange(60) for _ in range(source.randint(3, 40))]) for _ in range(4)]
     telling, kept = Telling(model), []
     with Session(telling) as session:
@@ -260,8 +260,6 @@ def test_what_a_model_or_another_option_cannot_is_refused(model: CompiledModel) 
         model.generate(prompt, attention="flashblok")
     with pytest.raises(UnknownName, match=r"Did you mean 'mage\+flashblock'"):
         model.generate(prompt, attention="mage+flashblok")
-    with pytest.raises(UsageError, match="ahead: how much queries change is known when a step's outcome is read"):
-        model.generate(prompt, attention=PrefixReuse(change=0.1), ahead=True)
     with pytest.raises(UsageError, match="eviction: dropped rows keep no output over their prefix"):
         model.generate(prompt, attention="flashblock", eviction="focus")
     with pytest.raises(UsageError, match=r"reuse is 4; it must be PrefixReuse\(…\)"):
@@ -277,7 +275,7 @@ def test_what_a_model_or_another_option_cannot_is_refused(model: CompiledModel) 
 
 def test_a_step_that_reuses_what_is_not_kept_is_refused(model: CompiledModel) -> None:
     """Rows before the block have no place, and what says nothing of its prefix is told what to say."""
-    options = GenerationConfig(gen_length=13, attention=PrefixReuse(), **STATIC | {"ahead": False})
+    options = GenerationConfig(gen_length=13, attention=PrefixReuse(), **STATIC)
     telling = Telling(model)
     with Session(telling) as session:
         session.submit(torch.arange(8), options)

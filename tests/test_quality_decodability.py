@@ -47,7 +47,7 @@ def test_the_tokens_with_the_most_are_asked_whether_they_are_decided() -> None:
 
 def test_answers_are_measured_along_their_way() -> None:
     """Every step is counted; what is computed is the block, less what a cache or eviction leaves out."""
-    options = {"remasking": "low_confidence_static", "steps": 8, "ahead": False, "stop_at_eos": False}
+    options = {"remasking": "low_confidence_static", "steps": 8, "stop_at_eos": False}
     settings = DecodabilitySettings(alphas=(1.2, 1e6), tasks=("addition",), lengths=(), items=2, options=options)
     with mosaic.compile({**CONFIG, "num_hidden_layers": 3}, device="cpu", host_budget=0, seed=3) as model:
         shown: list[tuple[int, int]] = []

@@ -101,7 +101,7 @@ def test_answers_are_followed_as_they_were_decoded_and_a_whole_budget_serves_all
                 vector = view.dim() == 1
                 view.copy_(torch.empty(view.shape).normal_(1.0 if vector else 0.0, 0.4, generator=generator))
         arch, prompt, records = model.architecture, torch.arange(5, 75), Records()
-        config = GenerationConfig(gen_length=40, remasking="low_confidence_static", steps=3, ahead=False)
+        config = GenerationConfig(gen_length=40, remasking="low_confidence_static", steps=3)
         (answer,) = generate(model, [prompt], recording(config, arch, records))
         plain, at = Plain(model.weights(), arch), -1
         for step, (start, tokens) in zip(records[0], canvases(prompt, records[0], arch.block, MASK), strict=True):
@@ -113,7 +113,7 @@ def test_answers_are_followed_as_they_were_decoded_and_a_whole_budget_serves_all
             assert logits.argmax(-1)[step.positions - start].tolist() == step.token_ids.tolist()
         kept = torch.cat([prompt, answer.token_ids])[:at]
         assert tokens[:at].tolist() == kept.tolist() and plain.keys[0].shape == (at, 2, 8)
-        options = {"remasking": "low_confidence_static", "steps": 3, "ahead": False}
+        options = {"remasking": "low_confidence_static", "steps": 3}
         asked = EstimationSettings(ratios=(1.0, 0.1), tasks=("retrieval",), lengths=(128,), items=1, options=options)
         shown: list[tuple[int, int]] = []
         found = json.loads(json.dumps(estimate(model, asked, progress=lambda *now: shown.append(now))))

@@ -24,6 +24,7 @@ from mosaic.models.parts import (
     SAMPLE,
     STATISTICS,
     TABLED,
+    WHOLE,
     Commit,
 )
 from mosaic.models.phase import Phase
@@ -247,9 +248,10 @@ def test_plans_of_steps_over_a_table_are_proved(device: str) -> None:
     """Of every head: no operator of theirs is one that the checker does not know."""
     planner, kernels = Planner(load(SMALL), device=device), set[str]()
     states = {KV: 200, CANVAS: 100, HELD_EXTENTS: 3, REQUESTS: 256}
-    for head in (STATISTICS, SAMPLE, NUCLEUS, EACH):
-        phase = Phase(tokens=TABLED, cache=KEPT, head=head, commit=Commit(score="confidence", rule="dynamic"))
-        plan = planner.plan(StepSize(phase=phase, windows=(4,) * 3, keys=(64,) * 3, rows=12, extents=3, states=states))
+    for head, cache in ((STATISTICS, KEPT), (SAMPLE, KEPT), (NUCLEUS, KEPT), (EACH, KEPT), (EACH, WHOLE)):
+        phase = Phase(tokens=TABLED, cache=cache, head=head, commit=Commit(score="confidence", rule="dynamic"))
+        keys: dict[str, Any] = {"keys": (64,) * 3, "extents": 3} if phase.cached else {}
+        plan = planner.plan(StepSize(phase=phase, windows=(4,) * 3, rows=12, states=states, **keys))
         assert plan.check() == ()
         kernels |= {row["kernel"] for row in plan.document["ops"]}
     assert kernels >= {f"{kind}_requests" for kind in KINDS}

@@ -99,7 +99,7 @@ OPTIONS: list[tuple[str, str, Any]] = [
     *(("dream", name, option(name, steps=4)) for name in ("alg_temp", "top_p", "top_k")),
     ("dream", "steps of ranks", option("steps", alg="entropy")),
     *(("llada", f"{name} of fast-dllm", option(name, algorithm="fast-dllm")) for name in ("factor", "threshold", "block_length")),
-    *(("sdar", name, option(name)) for name in ("gen_length", "steps", "block_length", "top_k", "top_p", "threshold", "ahead")),
+    *(("sdar", name, option(name)) for name in ("gen_length", "steps", "block_length", "top_k", "top_p", "threshold")),
     *(("sdar", f"{name} of k", of(SparseAttention, "attention", name)) for name in ("k", "ratio", "mass", "exact_layers",
       "exact_last", "every", "rows", "exact_steps")),
     ("sdar", "page", lambda value: {"attention": SparseAttention(k=value, page=value)}),

@@ -11,11 +11,9 @@ from test_request_table import (
     CONFIGS,
     Asked,
     Caller,
-    asked_for,
     check_tokens,
     come_and_go,
     drawn,
-    finish,
     prompt_of,
     start,
 )

@@ -289,7 +289,7 @@ def test_cached_steps_turn_as_whole_ones_do(family: str, algorithm: str, scaling
 MAGE = SparseAttention(k=16, page=2, exact_layers=1)
 EVERY = replace(MAGE, selects="every")
 BLOCKWISE: dict[str, Any] = {"gen_length": 24, "stop_at_eos": False}
-AHEAD: dict[str, Any] = {**BLOCKWISE, "steps": 3, "remasking": "low_confidence_static", "ahead": True}
+STATIC: dict[str, Any] = {**BLOCKWISE, "steps": 3, "remasking": "low_confidence_static"}
 CACHED: dict[str, Any] = {**BLOCKWISE, "algorithm": "fast-dllm", "block_length": 8}
 
 
@@ -297,8 +297,8 @@ CACHED: dict[str, Any] = {**BLOCKWISE, "algorithm": "fast-dllm", "block_length":
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        pytest.param("sdar", AHEAD, id="sdar, ahead", marks=pytest.mark.soak),
-        pytest.param("sdar", {**AHEAD, "attention": MAGE}, id="sdar, ahead, mage"),
+        pytest.param("sdar", STATIC, id="sdar", marks=pytest.mark.soak),
+        pytest.param("sdar", {**STATIC, "attention": MAGE}, id="sdar, mage"),
         pytest.param(
             "llada2",
             {**BLOCKWISE, "attention": replace(MAGE, selects="every")},

@@ -45,7 +45,6 @@ _BY_BLOCKS: list[dict[str, Any]] = [
     {"gen_length": 16, "threshold": 0.3},
     {"gen_length": 16, "algorithm": "llada2.1", "threshold": 0.2, "edit_threshold": 0.1},
 ]
-_AHEAD: dict[str, Any] = {"gen_length": 16, "threshold": 0.3, "ahead": True}
 WAYS: Mapping[str, list[dict[str, Any]]] = {
     "llada": _BIDIRECTIONAL,
     "llada-moe": _BIDIRECTIONAL[1:4:2],
@@ -55,11 +54,10 @@ WAYS: Mapping[str, list[dict[str, Any]]] = {
     ],
     "sdar": [
         *_BY_BLOCKS,
-        _AHEAD,
-        {**_AHEAD, "temperature": 0.8, "top_p": 0.9},
+        {**_BY_BLOCKS[0], "temperature": 0.8, "top_p": 0.9},
         {"gen_length": 8, "remasking": "sequential", "temperature": 0.8},
     ],
-    "llada2": [*_BY_BLOCKS, _AHEAD],
+    "llada2": _BY_BLOCKS,
     "fast-dllm-v2": [{"gen_length": 16, "threshold": 0.4}, {"gen_length": 16, "threshold": 0.4, "cache": "dual"}],
 }
 LENGTHS = (3, 9, 22)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from own_algorithms import as_generator
 from test_decoding import CONFIGS
 from torch import Tensor
 
@@ -57,12 +58,13 @@ def test_requests_of_threads_draw_tokens_of_their_own(model: CompiledModel) -> N
     assert sorted(request.number for request in found) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("ahead", [None, False])
-def test_a_callback_cannot_advance_its_session(model: CompiledModel, ahead: bool | None) -> None:
+@pytest.mark.parametrize("tabled", [True, False])
+def test_a_callback_cannot_advance_its_session(model: CompiledModel, tabled: bool) -> None:
     """Others of its step have not got their outcomes by then; it may advance another session, and everybody goes on."""
-    prompts, refused = [torch.arange(5), torch.arange(1, 6)], 0
+    prompts, refused, config = [torch.arange(5), torch.arange(1, 6)], 0, GenerationConfig(**WAY)
+    config = config if tabled else as_generator(config, model.architecture)
     with model.session() as session, model.session() as other:
-        beside = other.submit(prompts[0], ahead=ahead, **WAY)
+        beside = other.submit(prompts[0], config)
 
         def advance(_: Step) -> None:
             nonlocal refused
@@ -70,12 +72,12 @@ def test_a_callback_cannot_advance_its_session(model: CompiledModel, ahead: bool
             refused += 1
             session.advance()
 
-        requests = [session.submit(prompt, on_step=advance, ahead=ahead, **WAY) for prompt in prompts]
+        requests = [session.submit(prompt, config, on_step=advance) for prompt in prompts]
         while session.live:
             with pytest.raises(UsageError, match="a callback cannot advance its session"):
                 session.advance()
         assert refused == sum(request.steps for request in requests)
-    expected = model.generate(prompts, ahead=ahead, **WAY)
+    expected = model.generate(prompts, config)
     for request, one in zip([*requests, beside], [*expected, expected[0]], strict=True):
         assert request.generation is not None and torch.equal(request.generation.token_ids, one.token_ids)
 
@@ -169,9 +171,8 @@ def test_who_waits_for_another_thread_hears_signals(model: CompiledModel) -> Non
 
 
 def test_a_step_of_nobody_is_refused(model: CompiledModel) -> None:
-    for ask in (model.step, model.launch, model.prepare):
-        with pytest.raises(UsageError, match="a step needs at least one request"):
-            ask([])
+    with pytest.raises(UsageError, match="a step needs at least one request"):
+        model.step([])
 
 
 def test_what_one_session_admits_leaves_room_for_the_steps_of_another(model: CompiledModel) -> None:

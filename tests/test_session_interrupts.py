@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from own_algorithms import as_generator
 from test_decoding import CONFIGS
 from test_session_turns import Runner, Shown, token
 
@@ -175,10 +176,11 @@ def model() -> Iterator[CompiledModel]:
         yield compiled
 
 
-@pytest.mark.parametrize("ahead", [None, False])
+@pytest.mark.parametrize("tabled", [True, False])
 @pytest.mark.parametrize("strikes", [6, pytest.param(500, marks=pytest.mark.soak)])
-def test_a_signal_anywhere_leaves_a_model_as_it_was(model: CompiledModel, ahead: bool | None, strikes: int) -> None:
-    way = {"gen_length": 10, "ahead": ahead, "stop_at_eos": False}
+def test_a_signal_anywhere_leaves_a_model_as_it_was(model: CompiledModel, tabled: bool, strikes: int) -> None:
+    config = GenerationConfig(gen_length=10, stop_at_eos=False)
+    way = {"config": config if tabled else as_generator(config, model.architecture)}
     (answer,) = model.generate([[1]], **way)
     expected, rng = answer.token_ids.tolist(), random.Random(strikes)
     _, events = struck(model, way, signal.SIGTERM, 0)
@@ -194,7 +196,7 @@ def test_a_signal_anywhere_leaves_a_model_as_it_was(model: CompiledModel, ahead:
 
 @pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_signal_where_turns_begin_and_end_keeps_no_other_thread_out(model: CompiledModel, every: int) -> None:
-    way = {"gen_length": 4, "ahead": False}
+    way = {"config": as_generator(GenerationConfig(gen_length=4), model.architecture)}
     _, events = struck(model, way, signal.SIGTERM, 0, "turns.py")
     for at in range(1, events, every):
         struck(model, way, signal.SIGTERM, at, "turns.py")

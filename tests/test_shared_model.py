@@ -116,8 +116,8 @@ def test_sixteen_threads_get_what_one_gets(model: CompiledModel, eager_switches:
     assert not model.state_rows
 
 
-def test_outcomes_are_their_callers_whoever_launches_meanwhile(model: CompiledModel, eager_switches: None) -> None:
-    """Other threads' launches wait for the outcome of an earlier step too, before theirs arrives where it is."""
+def test_outcomes_are_their_callers_whoever_steps_meanwhile(model: CompiledModel, eager_switches: None) -> None:
+    """Another thread's outcome arrives in the same memory."""
     phase = Phase(commit=Commit(score="confidence", rule="top"))
     requests = [
         StepRequest(phase=phase, token_ids=ids, rows=torch.arange(4), current=ids[:4], quota=number)
@@ -125,11 +125,11 @@ def test_outcomes_are_their_callers_whoever_launches_meanwhile(model: CompiledMo
     ]
     expected = [model.step([request])[0].score.tolist() for request in requests]
 
-    def launched(number: int) -> bool:
-        return model.launch([requests[number % 4]]).results()[0].score.tolist() == expected[number % 4]
+    def stepped(number: int) -> bool:
+        return model.step([requests[number % 4]])[0].score.tolist() == expected[number % 4]
 
     with ThreadPoolExecutor(THREADS) as pool:
-        assert all(pool.map(launched, range(400)))
+        assert all(pool.map(stepped, range(400)))
 
 
 def test_outputs_are_views_where_nobody_else_can_call_and_copies_elsewhere(model: CompiledModel) -> None:

@@ -87,7 +87,7 @@ def named(*names: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", named(*COVERING))
 def test_answers_are_those_of_the_algorithm_in_float64(name: str, model: CompiledModel) -> None:
-    """And not those of exact attention; with and without steps that are launched ahead."""
+    """And not those of exact attention."""
     source, others = random.Random(name), 0
     for _ in range(2):
         prompt = torch.tensor([source.randrange(60) for _ in range(source.randint(20, 60))])
@@ -96,10 +96,6 @@ def test_answers_are_those_of_the_algorithm_in_float64(name: str, model: Compile
         expected = Plain(model, WAYS[name], prompt).generate(prompt, gen, steps)
         found = model.generate(prompt, attention=WAYS[name], **options)[0].token_ids
         assert torch.equal(found, expected)
-        if WAYS[name].selects == "first":
-            assert torch.equal(
-                model.generate(prompt, attention=WAYS[name], ahead=True, **options)[0].token_ids, expected
-            )
         others += int((model.generate(prompt, **options)[0].token_ids != expected).sum())
     assert others
 
@@ -149,9 +145,7 @@ def test_requests_at_any_step_share_a_forward_and_get_what_they_get_alone(way: s
     """One in its block's first step beside others in theirs: a step that selects serves both. Or one that selects again, beside
     the ones that do not yet."""
     source, mixed = random.Random(1), 0
-    options = GenerationConfig(
-        gen_length=17, steps=4, remasking="low_confidence_static", attention=WAYS[way], ahead=False
-    )
+    options = GenerationConfig(gen_length=17, steps=4, remasking="low_confidence_static", attention=WAYS[way])
     prompts = [torch.tensor([source.randrange(60) for _ in range(source.randint(3, 40))]) for _ in range(5)]
     telling, kept = Telling(model), []
     with Session(telling) as session:
@@ -275,10 +269,7 @@ def test_log_sum_exps_come_from_where_the_plan_says(model: CompiledModel) -> Non
     for way in ("apart", "inside"):
         session_of = Stating(model, way)
         with Session(session_of) as session:
-            live = [
-                session.submit(prompt, gen_length=14, attention=WAYS["one layer exact"], ahead=False)
-                for prompt in prompts
-            ]
+            live = [session.submit(prompt, gen_length=14, attention=WAYS["one layer exact"]) for prompt in prompts]
             while session.live:
                 session.advance()
             answers[way] = [one.generation for one in live]
@@ -398,9 +389,6 @@ def test_what_a_model_cannot_is_refused(model: CompiledModel) -> None:
             match=r"it must be SparseAttention\(…\), PrefixReuse\(…\), or one of mage, oracle, sparsed, quest, exact-ends, flash",
         ):
             model.generate(prompt, attention=other)
-    for every in ("oracle", "quest"):
-        with pytest.raises(UsageError, match="ahead: attention that selects in every step"):
-            model.generate(prompt, attention=every, ahead=True)
     with (
         mosaic.compile(FAMILIES["llada"], device="cpu", host_budget=0) as both_ways,
         pytest.raises(UsageError, match="attends in both directions"),

@@ -20,9 +20,7 @@ from mosaic.errors import DeviceLost, GraphError, UsageError
 from mosaic.models import load
 from mosaic.models.inputs import Input
 from mosaic.models.parts import (
-    CANVAS,
     EACH,
-    ENTERED,
     GUIDED,
     KEPT,
     KV,
@@ -31,7 +29,6 @@ from mosaic.models.parts import (
     NUCLEUS,
     SAMPLE,
     STATISTICS,
-    STAYING,
     WHOLE,
     Commit,
     CommitRule,
@@ -180,12 +177,11 @@ def test_numbers_that_make_no_step_are_refused(wrong: Mapping[str, Any], message
 
 def requests_of(phase: Phase, source: random.Random, memory: RowTable) -> list[StepRequest]:
     """Random requests of a phase; sequences' rows lie in pieces."""
-    found, opened, tokens = [], [memory.open() for _ in range(source.randint(1, 3))], RowTable("canvas")
-    canvases = [tokens.open() for _ in opened]
+    found, opened = [], [memory.open() for _ in range(source.randint(1, 3))]
     for length in (20, 40, 60):
-        for owned in (*opened, *canvases):
+        for owned in opened:
             owned.reserve(length)
-    for sequence, canvas in zip(opened, canvases, strict=True):
+    for sequence in opened:
         length = source.randint(1, 20)
         start = source.randint(0, 20) if phase.cached else 0
         count = source.randint(1, length) if phase.head.decides else 0
@@ -199,7 +195,6 @@ def requests_of(phase: Phase, source: random.Random, memory: RowTable) -> list[S
                 temperature=source.random(), top_p=source.random(), top_k=source.randrange(5),
                 score_temperature=source.random(), guidance=source.random(),
                 head=source.choice((STATISTICS, SAMPLE, NUCLEUS)), unconditional=63 - ids, logit_rows=rows.flip(0),
-                states={CANVAS: canvas}, values={"entered": torch.tensor([source.randrange(-2, 9) for _ in ids])},
             )
         )  # fmt: skip
     return found
@@ -217,7 +212,7 @@ def expected_inputs(requests: Sequence[StepRequest], shifted: bool) -> dict[str,
         "cu_seqlens": [sum(map(len, tokens[:i])) for i in range(len(tokens) + 1)],
         "rows": [], "unconditional_rows": [], "logit_rows": [], "current": [], "keys": [], "extents": [],
         "cu_extents": [0], "seen": [], "cu_rows": [0], "quota": [], "threshold": [], "edit_threshold": [],
-        "token_rows": [], "decided_rows": [], "entered": [], "entered_rows": [], "cuts": [], **{name: [] for name in settings},
+        "cuts": [], **{name: [] for name in settings},
     }  # fmt: skip
     total, first = sum(r.token_ids.numel() for r in requests), 0
     for r in requests:
@@ -232,12 +227,6 @@ def expected_inputs(requests: Sequence[StepRequest], shifted: bool) -> dict[str,
                 found[name].append(getattr(r, name))
         found["logit_rows"] += [first + row for row in reversed(r.rows.tolist())]
         first += r.token_ids.numel()
-        canvas = [row for start, count in r.states[CANVAS].runs() for row in range(start, start + count)]  # type: ignore[attr-defined]
-        found["token_rows"] += canvas[r.start : r.start + r.token_ids.numel()]
-        found["decided_rows"] += [canvas[r.start + row] for row in r.rows.tolist()]
-        entered = r.values["entered"].tolist()
-        found["entered"] += entered
-        found["entered_rows"] += [canvas[r.start + j] if token >= -1 else -1 for j, token in enumerate(entered)]
         position = 0
         for row, count in r.sequence.runs():  # type: ignore[union-attr]
             found["extents"].append([row, count, position, 0])
@@ -255,9 +244,7 @@ def expected_inputs(requests: Sequence[StepRequest], shifted: bool) -> dict[str,
 
 
 @pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize(
-    "phase", (*PHASES, *(Phase(tokens=way, cache=KEPT, commit=TOP) for way in (ENTERED, STAYING))), ids=str
-)
+@pytest.mark.parametrize("phase", PHASES, ids=str)
 def test_random_requests_are_packed_as_one_at_a_time(phase: Phase, shifted: bool) -> None:
     """And into exactly the inputs of the phase's graph, in their dtypes and sizes."""
     arch, source = replace(LLADA, shifted=shifted), random.Random(str(phase))

@@ -96,7 +96,6 @@ def exact(
     edit_threshold: o.EditThreshold = None,
     max_post_steps: o.MaxPostSteps = None,
     minimal_topk: o.MinimalTopK = None,
-    ahead: o.Ahead = None,
     attention: o.Attention = None,
     eviction: o.Eviction = None,
     block_cache: o.BlockCache = None,
@@ -218,7 +217,7 @@ def decodability(
     """Measure importance against decodability (FOCUS, figures 2 to 4 and 13, table 5), on a CPU in float32."""
     settings = DecodabilitySettings(
         alphas=_numbers(alphas, "alphas are numbers such as 1.2,1.5"), preset=eviction, tasks=_names(tasks),
-        lengths=parse_lengths(lengths), items=items, seed=seed, options={**read_schedule(schedule), "ahead": False},
+        lengths=parse_lengths(lengths), items=items, seed=seed, options=read_schedule(schedule),
     )  # fmt: skip
     _along(model, measure, settings, decodability_png, decodability_tables, out, plot, as_json)
 

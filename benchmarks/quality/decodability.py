@@ -60,7 +60,7 @@ class DecodabilitySettings:
     lengths: tuple[int, ...] = (2048,)
     items: int = 1
     seed: int = 0
-    options: Mapping[str, Any] = field(default_factory=lambda: {"ahead": False})
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         EstimationSettings(items=self.items)

@@ -69,7 +69,7 @@ class EstimationSettings:
     lengths: tuple[int, ...] = (2048,)
     items: int = 1
     seed: int = 0
-    options: Mapping[str, Any] = field(default_factory=lambda: {"ahead": False})
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.ratios or not all(0 < ratio <= 1 for ratio in self.ratios):

@@ -112,15 +112,15 @@ def schedule(text: str) -> Mapping[str, Any]:
     """Read a schedule: the fields of `GenerationConfig` that it sets.
 
     >>> schedule("static:16")
-    {'remasking': 'low_confidence_static', 'steps': 16, 'ahead': False}
+    {'remasking': 'low_confidence_static', 'steps': 16}
     """
     name, _, value = text.partition(":")
     if name == "static":
         if not value.isdecimal() or int(value) < 1:
             raise UsageError(f"schedule {text}: give the steps a block, such as static:16.")
-        return {"remasking": "low_confidence_static", "steps": int(value), "ahead": False}
+        return {"remasking": "low_confidence_static", "steps": int(value)}
     if name == "dynamic":
-        return {"remasking": "low_confidence_dynamic", **_of_generation(text, spelled(text)[1], ()), "ahead": False}
+        return {"remasking": "low_confidence_dynamic", **_of_generation(text, spelled(text)[1], ())}
     raise UnknownName("schedule", name, ("dynamic", "static"))
 
 
@@ -136,6 +136,6 @@ def _generation_fields() -> list[str]:
     from mosaic.decoding import GenerationConfig
 
     taken = (
-        "algorithm", "gen_length", "attention", "eviction", "block_cache", "seed", "steps", "remasking", "ahead",
+        "algorithm", "gen_length", "attention", "eviction", "block_cache", "seed", "steps", "remasking",
     )  # fmt: skip
     return [entry.name for entry in fields(GenerationConfig) if entry.name not in taken]

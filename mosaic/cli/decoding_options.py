@@ -38,12 +38,6 @@ MaxPostSteps: TypeAlias = Annotated[int | None, typer.Option(help="LLaDA2.1: ste
 MinimalTopK: TypeAlias = Annotated[
     int | None, typer.Option(help="LLaDA2.0: at most gen_length / minimal_topk steps a block.")
 ]
-Ahead: TypeAlias = Annotated[
-    bool | None,
-    typer.Option(
-        help="SDAR, LLaDA2.0: launch a step before the last one's outcome is read, on a guess; not: tokens on the host."
-    ),
-]
 Attention: TypeAlias = Annotated[
     str | None,
     typer.Option(

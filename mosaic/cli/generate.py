@@ -63,7 +63,6 @@ def generate(
     edit_threshold: o.EditThreshold = None,
     max_post_steps: o.MaxPostSteps = None,
     minimal_topk: o.MinimalTopK = None,
-    ahead: o.Ahead = None,
     attention: o.Attention = None,
     eviction: o.Eviction = None,
     block_cache: o.BlockCache = None,

@@ -45,13 +45,12 @@ def algorithm_of(config: GenerationConfig) -> Algorithm:
 def table_row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> TableRow | None:
     """Return what a table on the device has to know of a request, options resolved; None if a generator decodes it.
 
-    It does if the algorithm does not say, `ahead` is asked for, or a policy that requests of a table cannot have
-    (`Policy.of_table`), keys are seen by ranges, or there are more tokens that stop an answer than a table has room for.
+    It does if the algorithm does not say, requests of a table cannot have one of the policies (`Policy.of_table`), keys are seen by
+    ranges, or there are more tokens that stop an answer than a table has room for.
     """
     describe = algorithm_of(config).row
-    waits = config.ahead is not None and config.remasking != "sequential" and config.eviction is None
     ranged = bool(architecture.windows) or architecture.rotary.kind == "dynamic"
-    if describe is None or waits or ranged or len(architecture.eos_token_ids) > STOPS:
+    if describe is None or ranged or len(architecture.eos_token_ids) > STOPS:
         return None
     found = describe(config, architecture, prompt_len)
     return None if found is None else _with_policies(found, config, architecture)

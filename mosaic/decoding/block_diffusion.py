@@ -11,7 +11,6 @@ from functools import lru_cache
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
-from mosaic.decoding.ahead import ahead_shapes, decode_ahead
 from mosaic.decoding.blocks import Blocks
 from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps, cached_shape, whole_blocks
 from mosaic.decoding.llada import schedule
@@ -56,10 +55,6 @@ def decode(canvas: Canvas) -> Steps:
     config = canvas.config
     quotas = schedule(config.block_length or 1, config.steps or 1)
     blocks = Blocks(config, canvas.architecture, canvas.prompt_len, _phase(config))
-    if config.ahead is not False:
-        exactly = config.remasking == "low_confidence_static"
-        yield from decode_ahead(canvas, blocks, _sampling(config), quotas, exactly=exactly)
-        return
     for step in blocks.prefill():
         yield blocks.ask(canvas, step)
     for number, start in enumerate(range(blocks.prefix, canvas.length, blocks.block)):
@@ -101,8 +96,6 @@ def _denoise_block(canvas: Canvas, blocks: Blocks, start: int, quotas: list[int]
 def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> Shapes:
     """Return the prefill, and the first step of the last block."""
     blocks = Blocks(config, architecture, prompt_len, _phase(config))
-    if config.ahead is not False:
-        return ahead_shapes(blocks)
     most = None
     if config.remasking == "sequential":
         most = max(schedule(config.block_length or 1, config.steps or 1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ __all__ = [
     "COMMIT",
     "Canvas",
     "Decision",
-    "Following",
     "Positions",
     "Sampling",
     "Shapes",
@@ -93,16 +92,6 @@ class Decision:
         return cls(positions=none, token_ids=none.clone(), confidence=torch.empty(0))
 
 
-class Following(NamedTuple):
-    """What a request may ask for next before the outcome of its step is known: the likeliest first, None if it would end.
-
-    `doubt` is the chance that the first entry is wrong. Without entries nothing is known.
-    """
-
-    requests: tuple[StepRequest | None, ...] = ()
-    doubt: float = 1.0
-
-
 @dataclass(slots=True, kw_only=True)
 class Canvas:
     """Prompt and answer of one request.
@@ -143,8 +132,6 @@ class Canvas:
         Tokens below never change; None: whatever is decided is settled (no editing).
     last
         What the last step decided.
-    following
-        Gives what may be asked for next; called while the present step runs.
     """
 
     prompt: Tensor
@@ -164,7 +151,6 @@ class Canvas:
     block: int = 0
     settled: int | None = None
     last: Decision | None = None
-    following: Callable[[], Following] = Following
     _held: dict[State, StateRows] = field(default_factory=dict)
     _rows: dict[Phase, tuple[StateRows | None, Mapping[State, StateRows]]] = field(default_factory=dict)
     _decided: tuple[tuple[object, ...], int, int | None] = field(default=((), 0, None), init=False)
@@ -322,9 +308,9 @@ class Canvas:
         """Make the request that writes keys and values of [start, end), a prefill or the commit of a block; as `ask`."""
         return self.ask(phase, torch.empty(0, dtype=torch.int64), window=(start, end), **given)
 
-    def take(self, positions: Positions, result: StepResult, committed: Tensor | None = None) -> None:
-        """Write what a step committed of the positions that it decides; `committed`, bool [n], is the result's by default."""
-        rows = (result.array("committed") if committed is None else committed.numpy()).nonzero()[0]
+    def take(self, positions: Positions, result: StepResult) -> None:
+        """Write what a step committed of the positions that it decides."""
+        rows = result.array("committed").nonzero()[0]
         taken = as_array(positions)[rows]
         tokens, scores = result.array("chosen")[rows], result.array("score")[rows]
         self.token_array[taken] = tokens
@@ -341,13 +327,9 @@ def as_array(positions: Positions) -> NDArray[np.int64]:
     return positions if isinstance(positions, np.ndarray) else positions.numpy()
 
 
-def cached_shape(
-    phase: Phase, tokens: int, key_len: int, rows: int = 0, *, states: Mapping[State, int] | None = None
-) -> StepSize | None:
-    """Return the size of one request's cached step, or None without tokens; `states` are rows of states besides keys and values."""
-    if tokens <= 0:
-        return None
-    return StepSize(phase=phase, windows=(tokens,), keys=(key_len,), rows=rows, states=states or {})
+def cached_shape(phase: Phase, tokens: int, key_len: int, rows: int = 0) -> StepSize | None:
+    """Return the size of one request's cached step, or None without tokens."""
+    return StepSize(phase=phase, windows=(tokens,), keys=(key_len,), rows=rows) if tokens > 0 else None
 
 
 def whole_blocks(config: GenerationConfig, prompt_len: int) -> tuple[int, int]:

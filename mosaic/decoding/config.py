@@ -138,12 +138,6 @@ class GenerationConfig:
         of its own does.
     stop_at_eos
         End at the first end-of-sequence token.
-    ahead
-        Where tokens are while they are decoded (sdar, llada2); the answer is the same. None: on the device if possible, where a
-        session's table has the request if it can. If no table has it, the next step is launched before the outcome of the
-        last one is read, if the schedule or the request's earlier steps leave little doubt about it. True: no table, and the
-        next step is launched whenever the block goes on by the mean of earlier steps, so more steps are launched in vain.
-        False: on the host.
 
     Raises
     ------
@@ -181,7 +175,6 @@ class GenerationConfig:
     block_cache: str | None = None
     block_commit: str | None = None
     stop_at_eos: bool = True
-    ahead: bool | None = None
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -200,9 +193,8 @@ class GenerationConfig:
                 raise UsageError(f"{what}: expected a name, one of {', '.join(known)}, got {value!r}.")
             if isinstance(value, str) and value not in known:
                 raise UnknownName(what, value, known)
-        for what, flag in (("stop_at_eos", self.stop_at_eos), ("ahead", self.ahead)):
-            if flag is not None and not isinstance(flag, bool):
-                raise UsageError(f"{what}: expected True or False, got {flag!r}.")
+        if not isinstance(self.stop_at_eos, bool):
+            raise UsageError(f"stop_at_eos: expected True or False, got {self.stop_at_eos!r}.")
         for name in KINDS:
             if getattr(self, name) is not None:
                 options_of(name, getattr(self, name))
@@ -248,7 +240,7 @@ ALGORITHMS: Final[Mapping[str, Traits]] = {
         blockwise=False,
     ),
     "sdar": Traits(
-        options=frozenset({"steps", "block_length", "remasking", "threshold", "top_p", "top_k", "ahead", "attention"})
+        options=frozenset({"steps", "block_length", "remasking", "threshold", "top_p", "top_k", "attention"})
         | _COMPUTING,
         blockwise=True,
         shifted=False,
@@ -273,9 +265,7 @@ ALGORITHMS: Final[Mapping[str, Traits]] = {
         defaults={"threshold": 0.95, "top_p": 0.95},
     ),
     "llada2": Traits(
-        options=frozenset(
-            {"steps", "block_length", "threshold", "minimal_topk", "top_p", "top_k", "ahead", "attention"}
-        )
+        options=frozenset({"steps", "block_length", "threshold", "minimal_topk", "top_p", "top_k", "attention"})
         | _COMPUTING,
         blockwise=True,
         shifted=False,
@@ -365,11 +355,7 @@ def resolve(config: GenerationConfig, architecture: Architecture) -> GenerationC
     found = replace(config, **{option: values[option] for option in values if option in traits.options | _COMMON})
     if shipped:  # an algorithm of a user's own checks what it makes of options, in `shapes`
         (_check_blocks if traits.blockwise else _check_canvas)(found, architecture)
-    waits = _waits(found, architecture)
-    if found.ahead and waits:
-        raise UsageError(f"ahead: {waits}")
-    if "ahead" in traits.options and found.ahead is None:
-        found = replace(found, ahead=False if waits or found.remasking == "sequential" else None)
+    _check_policies(found, architecture)
     if "block_commit" in traits.options and found.block_cache is not None and found.block_commit is None:
         found = replace(found, block_commit=BLOCK_COMMITS[0])
     if chosen == "llada2" and found.steps is not None:
@@ -377,19 +363,12 @@ def resolve(config: GenerationConfig, architecture: Architecture) -> GenerationC
     return found
 
 
-def _waits(config: GenerationConfig, architecture: Architecture) -> str:
-    """Why a step has to wait for the outcome of the one before it: the reason of the last policy that has one, or "".
-
-    The policies make the phase of a first step, so that policies that do not go together are refused.
-    """
-    policies = policies_of(config, architecture)
-    phase, step = (
-        Phase(cache=KEPT, commit=Commit(score="confidence", rule="top")),
-        BlockStep(start=0, end=0, number=0, steps=1, window=(0, 0)),
-    )
-    for policy in policies:
+def _check_policies(config: GenerationConfig, architecture: Architecture) -> None:
+    """Let the policies make the phase of a first step: those that do not go together refuse."""
+    phase = Phase(cache=KEPT, commit=Commit(score="confidence", rule="top"))
+    step = BlockStep(start=0, end=0, number=0, steps=1, window=(0, 0))
+    for policy in policies_of(config, architecture):
         phase = policy.phase(phase, step)
-    return next((policy.waits for policy in reversed(policies) if policy.waits), "")
 
 
 def uncut(config: GenerationConfig) -> GenerationConfig:
@@ -466,10 +445,6 @@ def _check_blocks(config: GenerationConfig, architecture: Architecture) -> None:
         raise UsageError(
             f"block_length is {config.block_length}, but this model attends in blocks of {architecture.block}; "
             "leave block_length out."
-        )
-    if config.ahead and config.remasking == "sequential":
-        raise UsageError(
-            "ahead: 'sequential' decides rows by where masks are, which the host has to know; leave one out."
         )
     if config.block_commit is not None and config.block_cache is None:
         raise UsageError(

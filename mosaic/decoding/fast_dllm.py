@@ -7,24 +7,28 @@ approximations. On LLaDA and on Dream.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from mosaic.decoding.blocks import Blocks
 from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps, cached_shape
 from mosaic.decoding.llada import candidates, counts
-from mosaic.decoding.rows import ALL, TableRow
+from mosaic.decoding.rows import ALL, RULE, TableRow
 from mosaic.models.parts import KEPT, WHOLE, Commit
 from mosaic.models.phase import Phase
 from mosaic.models.step import StepSize
 from mosaic.registrar.request_table import FROM_BLOCK, OPEN_ONES, RANDOM_ONES, REFRESHED
+from mosaic.registrar.request_table import WHOLE as WHOLE_SPAN
 
 if TYPE_CHECKING:
     from mosaic.decoding.config import GenerationConfig
     from mosaic.models.architecture import Architecture
 
 __all__ = ["decode", "row", "shapes"]
+
+FACTOR: Final = Commit(score="confidence", rule="factor")
+_WINDOWS: Final = {None: WHOLE_SPAN, "dual": REFRESHED, "prefix": FROM_BLOCK}
 
 
 def _sampling(config: GenerationConfig, architecture: Architecture) -> Sampling:
@@ -44,19 +48,19 @@ def _phase(config: GenerationConfig, architecture: Architecture, *, first: bool 
 
 
 def row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> TableRow | None:
-    """Return what a table has to know of a request with a cache; the generator has `factor`, and on shifted models steps of several
-    tokens: there a step that follows the schedule commits one."""
+    """Return what a table has to know of a request. The generator has caches on shifted models with steps of several tokens: there
+    a step that follows the schedule commits one."""
     block, least, shifted = config.block_length or 1, config.threshold, architecture.shifted
-    if config.cache is None or config.factor is not None:
-        return None
-    if shifted and config.steps and least is None and counts(config)[0] > 1:
+    if shifted and config.cache and config.steps and least is None and counts(config)[0] > 1:
         return None
     at_least = ALL if least is None else float(np.nextafter(np.float32(least), np.float32(-np.inf)))
     return TableRow(
         sampling=_sampling(config, architecture), start=prompt_len, prefix=0, length=prompt_len + config.gen_length,
-        block=block, window=REFRESHED if config.cache == "dual" else FROM_BLOCK,
-        steps=len(counts(config)) if config.steps and least is None else block, threshold=at_least,
+        block=block, window=_WINDOWS[config.cache], steps=len(counts(config)) if config.steps and least is None else block,
+        threshold=at_least if config.factor is None else config.factor,
         decides=RANDOM_ONES if config.remasking == "random" else OPEN_ONES, shifted=shifted,
+        cache=WHOLE if config.cache is None else KEPT,
+        commit=RULE if config.factor is None else FACTOR,
     )  # fmt: skip
 
 

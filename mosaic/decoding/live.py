@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from mosaic.decoding.algorithms import algorithm_of
-from mosaic.decoding.canvas import Canvas, Decision, Following, Steps
+from mosaic.decoding.canvas import Canvas, Decision, Steps
 from mosaic.decoding.config import GenerationConfig
 from mosaic.decoding.prompts import Prompt
 from mosaic.decoding.streaming import DraftStreamer, OnStep, Step, Streamer
@@ -146,10 +146,6 @@ class LiveRequest:
         """The options, resolved."""
         return self._canvas.config
 
-    def following(self) -> Following:
-        """Return what it may ask for before the outcome of `pending` is known; as for `Canvas`."""
-        return self._canvas.following()
-
     def begin(self) -> None:
         """Take the rows of all states, and ask for the first step."""
         try:
@@ -177,8 +173,7 @@ class LiveRequest:
         """Go on with an outcome, to the next step or the end. If the algorithm raises, the request has failed."""
         assert self.pending is not None and self._algorithm is not None
         canvas, phase = self._canvas, self.pending.phase
-        canvas.last, canvas.following = None, Following
-        block = canvas.block
+        canvas.last, block = None, canvas.block
         self.steps += 1
         try:
             self.pending = self._algorithm.send(result)

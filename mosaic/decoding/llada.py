@@ -12,16 +12,19 @@ import torch
 from torch import Tensor
 
 from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps
+from mosaic.decoding.rows import TableRow
 from mosaic.kernels.shared.sampling import uniforms
-from mosaic.models.parts import GUIDED, Commit
+from mosaic.models.parts import GUIDED, WHOLE, Commit
 from mosaic.models.phase import Phase
 from mosaic.models.step import StepSize
+from mosaic.registrar.request_table import OPEN_ONES, RANDOM_ONES
+from mosaic.registrar.request_table import WHOLE as WHOLE_SPAN
 
 if TYPE_CHECKING:
     from mosaic.decoding.config import GenerationConfig
     from mosaic.models.architecture import Architecture
 
-__all__ = ["candidates", "counts", "decode", "phase_of", "schedule", "shapes"]
+__all__ = ["candidates", "counts", "decode", "phase_of", "row", "schedule", "shapes"]
 
 
 def schedule(masks: int, steps: int) -> list[int]:
@@ -52,6 +55,18 @@ def phase_of(config: GenerationConfig) -> Phase:
         commit=Commit(score="confidence", rule="top"),
         guidance=GUIDED if config.cfg_scale > 0 else None,
     )
+
+
+def row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> TableRow | None:
+    """Return what a table has to know of a request; the generator has guidance, and steps that commit nothing."""
+    steps = counts(config)
+    if config.cfg_scale > 0 or _block_steps(config) > len(steps):
+        return None
+    return TableRow(
+        sampling=Sampling.of(config, scaled=False), start=prompt_len, prefix=0, length=prompt_len + config.gen_length,
+        block=config.block_length or 1, window=WHOLE_SPAN, steps=len(steps),
+        decides=RANDOM_ONES if config.remasking == "random" else OPEN_ONES, shifted=architecture.shifted, cache=WHOLE,
+    )  # fmt: skip
 
 
 def candidates(canvas: Canvas, open_: Tensor, quota: int) -> Tensor:

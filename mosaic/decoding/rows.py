@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mosaic.models.state import State
     from mosaic.runtime.state_rows import OwnedRows
 
-__all__ = ["ALL", "TableRow", "columns_of", "demand_of"]
+__all__ = ["ALL", "RULE", "TableRow", "columns_of", "demand_of"]
 
 RULE: Final = Commit(score="confidence", rule="dynamic")
 """Every rule that commits at least a quota and all above a threshold."""
@@ -60,6 +60,8 @@ class TableRow(NamedTuple):
         Whether row i-1 predicts position i.
     cache, cut
         Of the kind of step, as policies have made them; where a step is marked, what covers this cache.
+    commit
+        Which of the rows to decide are committed.
     marks
         Bit n: step n of a block is marked (`Column.MARKS`).
     """
@@ -78,12 +80,13 @@ class TableRow(NamedTuple):
     shifted: bool = False
     cache: CachePolicy = KEPT
     cut: Cut | None = None
+    commit: Commit = RULE
     marks: int = 0
 
     @property
     def phase(self) -> Phase:
         """The kind of step that serves it."""
-        return _phase(self.cache, self.cut, self.sampling.head)
+        return _phase(self.cache, self.cut, self.sampling.head, self.commit)
 
     @property
     def most_tokens(self) -> int:
@@ -100,14 +103,16 @@ class TableRow(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _phase(cache: CachePolicy, cut: Cut | None, head: Head) -> Phase:
-    return Phase(tokens=TABLED, cache=cache, cut=cut, head=head, commit=RULE)
+def _phase(cache: CachePolicy, cut: Cut | None, head: Head, commit: Commit) -> Phase:
+    return Phase(tokens=TABLED, cache=cache, cut=cut, head=head, commit=commit)
 
 
 def demand_of(row: TableRow, holes: int) -> dict[State, int]:
-    """Return the rows of each state that a request takes; its keys lie in an extent more than there are holes, at most."""
+    """Return the rows of each state that a request takes; its keys, if it keeps any, lie in an extent more than there are holes,
+    at most."""
     own = dict.fromkeys(own_states(row.phase), 1)
-    return {KV: row.length, CANVAS: row.length, HELD_EXTENTS: holes + 1, **own}
+    keys = {KV: row.length, HELD_EXTENTS: holes + 1} if row.phase.cached else {}
+    return {CANVAS: row.length, **keys, **own}
 
 
 def columns_of(row: TableRow, canvas: Canvas, group: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

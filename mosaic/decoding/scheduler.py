@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from mosaic.decoding.rows import ALL, demand_of
+from mosaic.decoding.rows import ALL, RULE, demand_of
 from mosaic.decoding.tabled import ServedSteps
 from mosaic.kernels.shared.requests import bits, closes, quotas, turns, wanted
-from mosaic.models.parts import KEPT, REQUESTS, CachePolicy, Cut
+from mosaic.models.parts import KEPT, REQUESTS, CachePolicy, CommitRule, Cut
 from mosaic.models.phase import Phase, shared_phase
 from mosaic.models.policies.policy import with_parts
 from mosaic.models.step import StepSize, bucket
@@ -73,11 +73,6 @@ class Scheduler:
         Tokens of a step, unless one request alone needs more.
     delay_ms
         How long a step with prompts in it may take, as predicted, unless the step without them takes longer.
-
-    Attributes
-    ----------
-    in_vain
-        Steps that served nobody who was still live.
     """
 
     def __init__(self, runner: StepRunner, table: RequestTable, most_tokens: int, delay_ms: float) -> None:
@@ -88,12 +83,11 @@ class Scheduler:
         self._waiting: deque[TabledRequest] = deque()
         self._kinds = Counter[_Kind]()
         self._warm: dict[_Kind, None] = {}
-        self._groups: dict[tuple[CachePolicy, Cut | None], int] = {(KEPT, None): 0}
+        self._groups: dict[tuple[CachePolicy, Cut | None, CommitRule], int] = {(KEPT, None, RULE): 0}
         self._turns: list[int] = [0]  # by group, the launch in which it had its last one
         self._kept: dict[int, KeptOfRequests] = {}  # by group
         self._launches = self._deciding = self._decided = 0
         self._served: ServedSteps | None = None
-        self.in_vain = 0
 
     @property
     def count(self) -> int:
@@ -232,14 +226,14 @@ class Scheduler:
 
     def group_of(self, row: TableRow) -> int:
         """Return the number of the requests that share steps with this one."""
-        return self._groups.setdefault((row.cache.covering, row.cut), len(self._groups))
+        return self._groups.setdefault((row.cache.covering, row.cut, row.commit), len(self._groups))
 
     def _kinds_of(self, row: TableRow) -> list[_Kind]:
         """The kinds of steps of a request: those of its group, and those that write its prompt."""
         group, phase = self.group_of(row), row.phase
         found = [_Kind(group, phase, row.most_tokens, row.block)]
         if group and row.prefix:
-            found.append(_Kind(0, replace(phase, cache=KEPT, cut=None), row.span, row.block))
+            found.append(_Kind(0, replace(phase, cache=KEPT, cut=None, commit=RULE), row.span, row.block))
         return found
 
     def add(self, request: TabledRequest) -> None:
@@ -292,7 +286,6 @@ class Scheduler:
         self._decided += int(served.committed.sum())
         places = self._live[numbers].nonzero()[0]
         if not len(places):
-            self.in_vain += 1
             return None
         told = self._told[numbers[places]]
         return ServedSteps(served, places, self._requests[numbers[places]].tolist(), told)
@@ -392,7 +385,7 @@ def _go_on(columns: NDArray[np.int64], step: Launched, usual: int) -> None:
     asked, column = wanted(columns), columns.T
     asks = asked.running & (asked.group == step.group) & (~asked.marked | step.marked)
     asks &= asked.fills | (asked.end - asked.begin <= step.room.tokens)
-    order = np.argsort(turns(columns), kind="stable")
+    order = turns(columns).argsort(kind="stable")
     length = asked.end - asked.begin
     decides = order[(asks & ~asked.fills)[order]]
     tokens = np.cumsum(length[decides])
@@ -433,7 +426,7 @@ def _first(
 ) -> int:
     """Tokens without which a step serves neither the first of those who decide nor the first prompt, which can be cut."""
     needs = np.where(fills, np.minimum(columns[:, Column.SPAN], length), length)
-    order = np.argsort(turns(columns), kind="stable")
+    order = turns(columns).argsort(kind="stable")
     return max(int(needs[order[asks[order]][:1]].sum()) for asks in (decides, fills))
 
 

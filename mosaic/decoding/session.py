@@ -1,9 +1,9 @@
 """Sessions: requests of one model, submitted and cancelled at any time, advanced by steps that they share.
 
 Requests share nothing but steps, so each gets the tokens that it would get alone. Most requests of the shipped algorithms are
-rows of a table that steps themselves move on (`scheduler.py`). The others are generators (`crews.py`); if there are both, they take
-turns. A request is refused when it is submitted, or it runs to its end: each of its steps fits beside all live requests of its
-model's sessions.
+rows of a table that steps themselves move on (`scheduler.py`). The others are generators (`generators.py`), whose steps are waited
+for. If there are both, they take turns. A request is refused when it is submitted, or it runs to its end: each of its steps fits
+beside all live requests of its model's sessions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from mosaic.decoding.algorithms import canvas_length, expected_step, largest_steps, table_row
 from mosaic.decoding.canvas import Canvas
 from mosaic.decoding.config import GenerationConfig, resolve, uncut, with_options
-from mosaic.decoding.crews import Crews
+from mosaic.decoding.generators import asked_by, next_group
 from mosaic.decoding.live import LiveRequest, Submission
 from mosaic.decoding.prompts import Prompt, check_prompt, is_integer, is_text, token_ids
 from mosaic.decoding.rows import TableRow, demand_of
@@ -109,7 +109,6 @@ class Session(ClosesOnExit):
         self._runner = runner
         self._live: dict[LiveRequest, None] = {}
         self._given = WeakSet[LiveRequest]()  # live and ended requests
-        self._crews = Crews(runner, self._live)
         self._untold = Steps()  # of calls of `advance` that raised
         self._submitted = self._turns = 0
         self._closed = self._giving = False
@@ -127,11 +126,6 @@ class Session(ClosesOnExit):
     def live(self) -> tuple[LiveRequest, ...]:
         """Requests that are neither finished nor cancelled, in order of submission."""
         return tuple(self._live)
-
-    @property
-    def launched_in_vain(self) -> int:
-        """Steps that were launched ahead and whose outcomes no request took."""
-        return self._crews.in_vain + (0 if self._scheduler is None else self._scheduler.in_vain)
 
     def warm(
         self,
@@ -426,13 +420,12 @@ class Session(ClosesOnExit):
                         if scheduler is not None and tabled:
                             served = scheduler.step()
                         else:
-                            group, results, launched = self._crews.results()
+                            group = next_group(self._live, self._runner.architecture)
+                            results = self._runner.step(asked_by(group)) if group else []
                     if served is None and not group:
                         break
                     if scheduler is not None and served is not None:
                         scheduler.taken()
-                    elif launched:  # the outcome is in: the step cannot run again
-                        self._crews.taken()
                     self._turns += 1
                     self._giving, self._tabled_last = True, tabled
                     try:
@@ -482,7 +475,6 @@ class Session(ClosesOnExit):
         raised, mine = list[BaseException](), list[Step]()
         done.add(mine)
         for request, result in zip(group, results, strict=True):
-            self._crews.proceed()
             if request.generation is not None:
                 continue
             request.waiting_since = self._turns
@@ -494,7 +486,6 @@ class Session(ClosesOnExit):
                 raised.append(error)
             if request.generation is not None:
                 self._forget(request)
-        self._crews.settle()
         if raised:
             raise raised[0]
 

@@ -68,8 +68,8 @@ class Step:
     peak_bytes
         Bytes of the device that the plan takes in all.
     seconds
-        Wall-clock time of the step from its launch to its outcome. Times of a step that was launched ahead and of the one before
-        it overlap.
+        Wall-clock time of the step from its launch to its outcome. A table's next step is launched before that: their times
+        overlap.
     """
 
     request: int

@@ -68,8 +68,9 @@ class TabledRequest(LiveRequest):
         """Take the rows of all states, and a row of the table if one is free."""
         try:
             self._canvas.reserve()
-            held, keys = (cast("OwnedRows", self._canvas.rows_of(state)) for state in (HELD_EXTENTS, KV))
-            held.drop(len(keys.extents))  # it was admitted for as many as there might have been
+            if self.row.phase.cached:
+                held, keys = (cast("OwnedRows", self._canvas.rows_of(state)) for state in (HELD_EXTENTS, KV))
+                held.drop(len(keys.extents))  # it was admitted for as many as there might have been
             self.enter()
         except BaseException:
             self.end("failed")
@@ -77,8 +78,8 @@ class TabledRequest(LiveRequest):
 
     def enter(self) -> None:
         """Take a row of the table, if one is free."""
-        canvas = self._canvas
-        of_states = [cast("OwnedRows", canvas.rows_of(state)) for state in (CANVAS, HELD_EXTENTS, KV)]
+        canvas, states = self._canvas, (CANVAS, HELD_EXTENTS, KV) if self.row.phase.cached else (CANVAS,)
+        of_states = [cast("OwnedRows", canvas.rows_of(state)) for state in states]
         self.place = self._table.enter(*columns_of(self.row, canvas, self._group), *of_states)
 
     def look(self) -> None:

@@ -29,16 +29,11 @@ def bind(
             if request < 0:
                 return
             column = columns[request]
-            given = (
-                keys_of(column, rows[start:end]),
-                floats(column[Column.TEMPERATURE]),
-                floats(column[Column.TOP_P]),
-                column[Column.TOP_K],
-                column[Column.CUTS],
-            )
+            outputs[0][start:end] = keys_of(column, rows[start:end])
             if closes(columns[request : request + 1])[0]:
-                given = given[0], *_NOTHING[1:]
-            for values, value in zip(outputs, given, strict=True):
+                continue
+            numbers = floats(column[Column.TEMPERATURE]), floats(column[Column.TOP_P])
+            for values, value in zip(outputs[1:], (*numbers, column[Column.TOP_K], column[Column.CUTS]), strict=True):
                 values[start:end] = value
 
     return run

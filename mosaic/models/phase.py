@@ -31,7 +31,7 @@ class Phase:
     Parameters
     ----------
     tokens
-        The source of the windows' tokens: the host, or a canvas on the device.
+        The source of the windows' tokens: the host, or a table of requests on the device.
     cache
         Which keys and values are attended to, and which outlive the step.
     head
@@ -88,8 +88,8 @@ class Phase:
             raise UsageError("a phase that is cut has a cache and a commit rule, and returns no logits.")
         if self.cut is None and self.graph != "whole":
             raise UsageError(f"a phase that is not cut has no {self.graph}.")
-        if self.tokens.computes and (self.commit is None or self.guidance is not None):
-            raise UsageError("a canvas on the device is for phases that commit, without guidance.")
+        if self.tokens.alone and (self.commit is None or self.guidance is not None):
+            raise UsageError("a table of requests is for phases that commit, without guidance.")
 
     def __hash__(self) -> int:
         """Cached: phases are in the keys of most caches of steps."""
@@ -165,7 +165,7 @@ class Phase:
     @cached_property
     def covering(self) -> Phase:
         """The phase whose steps serve requests of every phase that shares a step with this one."""
-        found = replace(self.any_head, tokens=_covers(self.tokens)[-1], cache=_covers(self.cache)[-1])
+        found = replace(self.any_head, cache=_covers(self.cache)[-1])
         return self if found == self else found
 
     @cached_property
@@ -218,7 +218,7 @@ def _shared(phases: tuple[Phase, ...]) -> Phase:
     first, *others = phases
     if not others:
         return first
-    parts = {kind: _least([getattr(phase, kind) for phase in phases]) for kind in ("tokens", "cache", "head")}
+    parts = {kind: _least([getattr(phase, kind) for phase in phases]) for kind in ("cache", "head")}
     return replace(first, **parts)
 
 
@@ -249,8 +249,7 @@ def _inputs(phase: Phase, arch: Architecture) -> tuple[Input, ...]:
     own = [entry for part in phase.parts for entry in part.inputs(arch)]
     if phase.cached and phase.head.decides and ROW_BOUNDS.name not in (entry.name for entry in own):
         own.append(ROW_BOUNDS)
-    all_inputs = (*own, *(rows if phase.head.decides else ()), *([NOISE] if phase.noisy else ()))
-    return tuple(entry for entry in all_inputs if entry.name not in phase.tokens.computes)
+    return *own, *(rows if phase.head.decides else ()), *([NOISE] if phase.noisy else ())
 
 
 def before(request: Any) -> Any:

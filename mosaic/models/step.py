@@ -171,15 +171,10 @@ class StepSize:
         return self.phase.bucketed
 
     @property
-    def guesses(self) -> bool:
-        """Whether the second graph is launched before its size is known."""
-        return self.phase.cut is not None and (self.phase.cut.guesses or self.phase.tokens.alone)
-
-    @property
     def least_kept(self) -> int:
-        """Rows that a guess leaves room for. Over requests of a table they are those of a whole window, which has two blocks at
-        most: so the first request never waits."""
-        return min(2 * max(self.windows), self.tokens) if self.phase.tokens.alone else 1
+        """Rows that the second graph of a cut step over requests of a table has room for: those of a whole window, which has two
+        blocks at most, so the first request never waits."""
+        return min(2 * max(self.windows), self.tokens)
 
     @property
     def kind(self) -> Phase:
@@ -257,8 +252,11 @@ class StepSize:
         )  # fmt: skip
 
     def beside(self, states: Mapping[State, int]) -> StepSize:
-        """Return the same step with these rows of states."""
-        return replace(self, states={**self.states, **states})
+        """Return the same step with these rows of states; of the keys, at least those that it was planned for."""
+        found, kept = {**self.states, **states}, self.phase.cache.kept
+        if kept is not None and self.exact:
+            found[kept] = max(found[kept], *self.owned)
+        return replace(self, states=found)
 
     def rounded(self) -> StepSize:
         """Return the size with rows, keys and states rounded up, mostly by at most an eighth: its plan serves more steps."""

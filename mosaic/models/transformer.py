@@ -118,10 +118,7 @@ class TransformerStep:
         if phase.cut is not None:
             computed = {**computed, **phase.cut.supplied(self)}
         self.inputs.supplied = computed if self.suffix is None else self.suffix.supplied(computed)
-        ids = None
-        if self.suffix is None:
-            phase.tokens.begin(self)
-            ids = self.inputs["token_ids"]
+        ids = self.inputs["token_ids"] if self.suffix is None else None
         self.positions, self.cu_seqlens = self.inputs["positions"], self.inputs["cu_seqlens"]
         self.sequences: Buffer | None = None
         if self.arch.rotary.kind == "dynamic":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -27,11 +26,11 @@ from mosaic.runtime.batch import Rows, TokenIds, pack, rows_of
 from mosaic.runtime.engine import Engine
 from mosaic.runtime.face import Face
 from mosaic.runtime.host_copy import HostCopy
-from mosaic.runtime.launched import Launched
 from mosaic.runtime.outputs import MemoryReport, StepOutput, output_of
 from mosaic.runtime.packing import PackedStep, pack_step
 from mosaic.runtime.recent import Recent
 from mosaic.runtime.request_table import RequestTable
+from mosaic.runtime.results import results_of
 from mosaic.runtime.state_rows import OwnedRows
 from mosaic.runtime.step_plans import Settings
 from mosaic.runtime.steps import StepRequest, StepResult
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["CompiledModel", "MemoryReport", "StepOutput"]
 
 KEPT_PACKED: Final = 4
-"""Packed steps that are kept: the running one and candidates for the next."""
+"""Packed steps of calls that are kept."""
 _log = logging.getLogger(__name__)
 
 
@@ -73,13 +72,10 @@ class CompiledModel(Face):
         super().__init__(engine)
         self.model = engine.planner.model
         self._untrained = self.architecture.max_context or inf  # a step beyond this context is warned about
-        self._kept = Recent[Hashable, tuple[tuple[StepRequest, ...], PackedStep]](
-            KEPT_PACKED
-        )  # requests, whose ids are keys
         self._shapes = Recent[Hashable, PackedStep](
             KEPT_PACKED
         )  # of calls: others of one bring other ids and rows alone
-        self._sides = [_Side(), _Side()]
+        self._copy = HostCopy()
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
@@ -271,50 +267,13 @@ class CompiledModel(Face):
             If the step needs more than the budget.
         """
         with self._engine.turn():
-            return self.launch(requests, config=config).results()
-
-    def launch(self, requests: Sequence[StepRequest], *, config: Settings | None = None) -> Launched:
-        """Launch a step without waiting for its outcome. One more may be launched before its outcome is read.
-
-        On a CPU the step has run when this returns. On a device the next step can be launched before this one is done
-        if it reads its tokens from a canvas on the device. The requests of such a step are packed once and reused while
-        the same request objects are passed; their tensors must not be written to.
-        """
-        with self._engine.turn():
-            started = perf_counter()
-            asked = tuple(requests)
-            ran = self._engine.run(self._packed(asked), config)
-            side = self._sides[0]
-            if side.last is not None:
-                side.last.keep()  # before the next outcome overwrites its buffer
-            side.last = Launched(asked, ran, side.copy, started, self._engine.turns)
-            if ran.again is not None:
-                self._engine.unsettled = side.last.settle
-            self._sides.reverse()
-            return side.last
-
-    def prepare(self, requests: Sequence[StepRequest]) -> None:
-        """While a step runs, pack a step that may be launched next, if it reads its tokens from a canvas on the device.
-
-        If a step of this size has run, the inputs are written to the pinned image that the device copies from. Nothing
-        else changes, and the step need not be launched.
-        """
-        with self._engine.turn():
-            asked = tuple(requests)
-            if not asked or asked[0].phase.tokens.computes:
-                self._engine.prepare(self._packed(asked))
-
-    def _packed(self, asked: tuple[StepRequest, ...]) -> PackedStep:
-        """Pack the step of some requests. One that reads its tokens on the device is packed once, until rows change."""
-        if not asked or not asked[0].phase.tokens.computes:  # the host may have written other tokens
-            return self._pack(asked)
-        key = self._engine.changes, *map(id, asked)
-        return self._kept.find(key, lambda: (asked, self._pack(asked)))[1]
-
-    def _pack(self, asked: tuple[StepRequest, ...]) -> PackedStep:
-        packed = pack_step(asked, self.architecture, states=self._engine.states)
-        self._warn_beyond(max(request.start + request.token_ids.numel() for request in asked))
-        return packed
+            started, asked = perf_counter(), tuple(requests)
+            packed = pack_step(asked, self.architecture, states=self._engine.states)
+            self._warn_beyond(max(request.start + request.token_ids.numel() for request in asked))
+            ran = self._engine.run(packed, config)
+            names = [name for name in asked[0].phase.results if name in ran.outputs]
+            found = self._copy.start([ran.outputs[name] for name in names]).wait() if names else []
+            return results_of(asked, dict(zip(names, found, strict=True)), ran.plan, perf_counter() - started)
 
     def check(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> Plan:
         """Plan steps of these sizes, beside the rows that are open, and return the plan that takes the most memory.
@@ -397,12 +356,4 @@ class CompiledModel(Face):
         """Give all memory back. Closing twice is fine; calling the model afterwards is an error."""
         with self._engine.turns:
             super().close()
-            self._sides = [_Side(), _Side()]  # views of results keep their memory alive
-
-
-@dataclass(slots=True)
-class _Side:
-    """One of two result buffers, which the steps use in turn."""
-
-    copy: HostCopy = field(default_factory=HostCopy)
-    last: Launched | None = None
+            self._copy = HostCopy()

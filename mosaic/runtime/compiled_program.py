@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from torch import Tensor
 
 from mosaic.errors import UnknownName, UsageError
-from mosaic.models.parts.cut import COUNT
 from mosaic.planner.planner import Planner
 from mosaic.registrar.bucketed import ProgramStep
 from mosaic.registrar.program import Build, Program
@@ -221,11 +220,9 @@ class CompiledProgram(Face):
             if how is not None:
                 _require_known(inputs, {key for phase in phases for key in self._input_shapes(phase)})
             size = self._step(name, self._dims_of(phases, inputs, dims))
-            ran = self._engine.run(_GivenStep(size=size, inputs=inputs, shared=how is not None))
-            found = ran if ran.again is None else ran.again(int(ran.outputs[COUNT].item()))
-            assert found is not None
-            lent = self._engine.lend(found.outputs.values())
-            return dict(found.outputs) if lent else {key: value.clone() for key, value in found.outputs.items()}
+            outputs = self._engine.run(_GivenStep(size=size, inputs=inputs, shared=how is not None)).outputs
+            lent = self._engine.lend(outputs.values())
+            return dict(outputs) if lent else {key: value.clone() for key, value in outputs.items()}
 
     # --- dims -----------------------------------------------------------------------------------------------------
 

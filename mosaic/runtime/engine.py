@@ -15,12 +15,11 @@ from torch import Tensor
 
 from mosaic.devices import GRAPH_BYTES
 from mosaic.errors import RuntimeMemoryError, UsageError
-from mosaic.models.parts.cut import COUNT
 from mosaic.models.state import State
 from mosaic.models.step import MAX_TOKENS, StepSize
 from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.handed_out import HandedOut
-from mosaic.runtime.kept_counts import KeptCounts
+from mosaic.runtime.host_copy import HostCopy
 from mosaic.runtime.opening import graph_memory, in_use, open_workspace
 from mosaic.runtime.outputs import MemoryReport
 from mosaic.runtime.packing import PackedStep
@@ -55,15 +54,11 @@ _log = logging.getLogger(__name__)
 class Ran(NamedTuple):
     """A step that was launched.
 
-    `outputs` by name are valid until the next step. While the second graph waits for its size they are the count alone,
-    and `again` takes the count, runs that graph and gives its step. If the size was guessed, `again` takes the count
-    that came with the outputs and gives None if the size was enough, else the step whose second graph ran again,
-    larger.
+    `outputs` by name are valid until the next step; of a step of two graphs they, and the plan, are the second's.
     """
 
     outputs: Mapping[str, Tensor]
     plan: Plan
-    again: Callable[[int], Ran | None] | None = None
 
 
 class Engine:
@@ -107,8 +102,6 @@ class Engine:
         The values that states and carries hold.
     shared
         The steps that the requests of each session may share; admission leaves room for the steps of all sessions.
-    unsettled
-        The last step, while its second graph has yet to run or may have to run again.
     """
 
     def __init__(
@@ -133,9 +126,7 @@ class Engine:
         self._open = True
         self._tables: dict[State, RowTable] = {}
         self._fresh: dict[State, list[Span]] = {}  # of a poisoned model: rows handed out since the last step
-        self._counts, self._planned = KeptCounts(), Recent[Hashable, bool](KEPT_SIZES)
-        self._last_kept = Recent[Hashable, int](KEPT_SIZES)
-        self.unsettled: Callable[[], None] | None = None
+        self._planned, self._counted = Recent[Hashable, bool](KEPT_SIZES), HostCopy()
         self.shared = WeakSet[SharedSizes]()
         self.held = HeldValues()
         self._handed_out = HandedOut()
@@ -229,7 +220,8 @@ class Engine:
     # --- running --------------------------------------------------------------------------------------------------
 
     def run(self, step: PackedStep, config: Settings | None = None, *, keeps: int | None = None) -> Ran:
-        """Run a step; one whose second graph is launched before its size is known is taken to keep `keeps` rows, if that is given.
+        """Run a step. One of two graphs waits for the count of rows that the first one keeps; over requests of a table it does not:
+        the second has room for `keeps` rows, or for all, and requests whose rows it has none for wait for a later step.
 
         Raises
         ------
@@ -240,8 +232,6 @@ class Engine:
         UsageError
             If the step reads a carry that was not written before, or an input is missing.
         """
-        if self.unsettled is not None:
-            self.settle()
         self._graphs.begin()
         return self._run(step, config) if step.size.bucketed is None else self._run_two(step, config, keeps)
 
@@ -252,12 +242,6 @@ class Engine:
             for kept in step.buckets:
                 self._run(step.graph(), None)
                 self._run(step.graph(kept), None)
-
-    def prepare(self, step: PackedStep) -> None:
-        """Write a step's inputs to the pinned image that the device copies from, if the step is bound."""
-        bound = self._bound.get((step.key, None))
-        if bound is not None and step.size.bucketed is None:
-            step.prepare(bound[1])
 
     def _run(self, step: PackedStep, config: Settings | None) -> Ran:
         """Run one graph; missing inputs raise before anything changes."""
@@ -315,16 +299,6 @@ class Engine:
                 self.workspace.view(table.pool, start * size, ((end - start) * size,), "uint8").fill_(POISON)
             spans.clear()
 
-    def settle(self) -> None:
-        """Finish the last step if its second graph has yet to run or may have to run again, while its inputs exist."""
-        waiting, self.unsettled = self.unsettled, None
-        if waiting is not None:
-            try:
-                waiting()
-            except BaseException:  # interrupted: it still has to run
-                self.unsettled = waiting
-                raise
-
     @property
     def executors(self) -> tuple[Executor, ...]:
         """The executors that are kept, least recently used first."""
@@ -343,33 +317,18 @@ class Engine:
     # --- steps of two graphs --------------------------------------------------------------------------------------
 
     def _run_two(self, step: PackedStep, config: Settings | None, keeps: int | None) -> Ran:
-        """Run the first graph, and the second at the size that the first computed or that was guessed."""
-        size, buckets = step.size, step.buckets
-        how = size.bucketed
+        """Run the first graph, and the second at the size that the first computed or that is expected."""
+        size, buckets, how = step.size, step.buckets, step.size.bucketed
         assert how is not None
         self._planned.find((self.plans.planner, step.key, repr(config)), partial(self._require_all, size, config))
-        found = self._run(step.graph(), config)
-        if isinstance(size, StepSize) and size.guesses:
-            expected = self._counts.expected(size.phase, size.tokens) if keeps is None else keeps
-            least = buckets[-1] if expected is None else max(expected, size.least_kept)
+        first = self._run(step.graph(), config)
+        if isinstance(size, StepSize) and size.phase.tokens.alone:
+            least = buckets[-1] if keeps is None else max(keeps, size.least_kept)
             kept = next((kept for kept in buckets if kept >= least), buckets[-1])
-            ran = self._run(step.graph(kept), config)
-            if size.phase.tokens.alone:  # requests of a table wait for a later step instead
-                return ran
-            return ran._replace(again=partial(self._again, size, step, config, kept))
-        if isinstance(size, StepSize) and buckets[0] >= size.tokens:  # the only bucket holds all rows
-            return self._run(step.graph(buckets[0]), config)
-        if config is None and step.key in self._last_kept:
-            self.prepare(step.graph(self._last_kept[step.key]))  # the likeliest bucket, while the first graph runs
-        return Ran({COUNT: found.outputs[how.count]}, found.plan, partial(self._sized, step, config))
-
-    def _sized(self, step: PackedStep, config: Settings | None, count: int) -> Ran:
-        """Run the second graph at the size that the first one computed."""
-        how = step.size.bucketed
-        assert how is not None
-        kept = how.bucket(count, step.buckets)
-        self._last_kept.pop(step.key, None)
-        self._last_kept.find(step.key, lambda: kept)
+        elif isinstance(size, StepSize) and buckets[0] >= size.tokens:
+            kept = buckets[0]  # the only bucket holds all rows
+        else:
+            kept = how.bucket(int(self._counted.start([first.outputs[how.count]]).wait()[0]), buckets)
         return self._run(step.graph(kept), config)
 
     def _require_all(self, size: SizedStep, config: Settings | None) -> bool:
@@ -386,22 +345,10 @@ class Engine:
             self.plans.planner.at(size.graphs[-1]).config({name: config[name]})  # raises, with the names that exist
         return True
 
-    def _again(self, size: StepSize, step: PackedStep, config: Settings | None, kept: int, count: int) -> Ran | None:
-        """Run the second graph again if more rows are kept than it ran for: one that was too small changes nothing."""
-        how = step.size.bucketed
-        assert how is not None
-        self._counts.note(size.phase, count, size.tokens)
-        if count <= kept:
-            return None
-        enough = how.bucket(count, step.buckets)
-        _log.debug("%s rows are kept: the second graph ran for %s and runs again for %s", count, kept, enough)
-        return self._run(step.graph(enough), config)
-
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def trim(self) -> None:
         """Give back memory that neither the last step nor owners of rows need. Outputs that are lent are emptied."""
-        self.settle()
         self._handed_out.empty()
         self._memory.trim(self.current)
 
@@ -449,7 +396,7 @@ class Engine:
     def close(self) -> None:
         """Give all memory back. Closing twice is fine."""
         with self.turns:
-            self._open, self.unsettled = False, None
+            self._open = False
             self.weights.forget()
             self._bound.clear()
             self._graphs.close()

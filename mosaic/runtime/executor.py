@@ -153,10 +153,6 @@ class Executor:
         """Write inputs by name; if there are fewer values than the plan has rows, the last value is repeated."""
         self._writer.write(values)
 
-    def prepare(self, values: Mapping[str, Tensor | Numbers]) -> None:
-        """Write the pinned image of the inputs, on a device; `write` of the same mapping then only copies."""
-        self._writer.fill(values)
-
     @property
     def captured(self) -> bool:
         """Whether steps are replayed from a graph."""

@@ -24,11 +24,6 @@ class Arriving:
     def __init__(self, results: list[Tensor], sent: torch.cuda.Event | None) -> None:
         self._results, self._sent = results, sent
 
-    @property
-    def arrived(self) -> bool:
-        """Whether all have arrived."""
-        return self._sent is None or bool(self._sent.query())  # type: ignore[no-untyped-call]
-
     def wait(self) -> list[Tensor]:
         """Wait for all of them; return tensors of the shapes and dtypes that were asked for.
 

@@ -73,7 +73,7 @@ class KeptOfRequests:
         self._first, self._later = KeptCounts(), KeptCounts()
 
     def expect(self, length: NDArray[np.int64], positions: NDArray[np.int64], first: NDArray[np.bool_]) -> Keeping:
-        """Return what a step keeps, by tokens and open positions of each request's window, and whose first step of a block it is."""
+        """Return what a step keeps, by tokens and open positions of each window, and whose first step of a block it is."""
         certain, count = int((length - positions).sum()), int((~first).sum())
         begun, going = int(positions[first].sum()), int(positions[~first].sum())
         likely = self._first.expected("", begun)

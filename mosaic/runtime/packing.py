@@ -77,10 +77,6 @@ class PackedStep:
         """Write the inputs of the graph that is bound."""
         executor.write(self._taken_by(executor))
 
-    def prepare(self, executor: Executor) -> None:
-        """Write the pinned image of the inputs that the device copies from."""
-        executor.prepare(self._taken_by(executor))
-
     def _taken_by(self, executor: Executor) -> Mapping[str, Tensor | Numbers]:
         """The inputs of a graph; the same mapping every time."""
         if self.size.takes_all:

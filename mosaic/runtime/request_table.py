@@ -255,8 +255,9 @@ class RequestTable:
         return True
 
     def enter(
-        self, row: NDArray[np.int64], tokens: NDArray[np.int64], canvas: OwnedRows, extents: OwnedRows, keys: OwnedRows
-    ) -> int | None:
+        self, row: NDArray[np.int64], tokens: NDArray[np.int64], canvas: OwnedRows, extents: OwnedRows | None = None,
+        keys: OwnedRows | None = None,
+    ) -> int | None:  # fmt: skip
         """Let a request run from the next step on; return its row, or None if all are taken.
 
         Parameters
@@ -266,15 +267,19 @@ class RequestTable:
         tokens
             [N], of its canvas, `OPEN` where nothing is decided.
         canvas, extents, keys
-            Its rows of these states: N, and one for each extent that its keys have.
+            Its rows of these states: N, and one for each extent that its keys have; None if it keeps no keys.
         """
         if not self._free:
             return None
         self._open()
         number = self._free.pop()
-        at, held = canvas.runs()[0][0], extents.runs()[0][0]
+        at = canvas.runs()[0][0]
         row[Column.STATE], row[Column.CANVAS] = RUNNING, at
-        row[Column.EXTENT], row[Column.EXTENTS] = held, len(keys.extents)
+        self._unsent[number] = [(CANVAS, at, tokens)]
+        if extents is not None and keys is not None:
+            held = extents.runs()[0][0]
+            row[Column.EXTENT], row[Column.EXTENTS] = held, len(keys.extents)
+            self._unsent[number].append((HELD_EXTENTS, held, np.array(keys.extents)))
         row[Column.SERVED] = self.columns[:, Column.SERVED].max() + int(self._entered < self._count)
         self._entered = self._count  # those who come between the same steps come in one turn
         self.columns[number], self.steps[number] = row, 0
@@ -284,7 +289,6 @@ class RequestTable:
             self.confidence = np.concatenate([self.confidence, np.zeros(more, dtype=np.float32)])
         self.tokens[at : at + len(tokens)] = tokens
         self.confidence[at : at + len(tokens)] = tokens != OPEN
-        self._unsent[number] = [(CANVAS, at, tokens), (HELD_EXTENTS, held, np.array(keys.extents))]
         return number
 
     def leave(self, number: int) -> None:
@@ -316,6 +320,11 @@ class RequestTable:
     def size(self, room: Room, states: Iterable[tuple[State, int]]) -> StepSize:
         """Return the size of a step with this room, beside rows of states."""
         taken, (phase, windows, blocks, block, rows) = dict(states), room
+        if not phase.cached:  # attention to one whole sequence has no room for others' tokens behind it
+            others = max(windows, 2) - 1
+            each = room.tokens // (others + 1)
+            lengths = [room.tokens - each * others, *[each] * others]
+            return StepSize(phase=phase, windows=tuple(lengths), rows=rows, states=taken, exact=True)
         lengths = [block * (blocks // windows + int(number < blocks % windows)) for number in range(windows)]
         owned = max(-(-taken.get(KV, 0) // windows), lengths[0])  # all keys are counted: a step may rank all of them
         return StepSize(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
     from mosaic.runtime.sharing import SharedSizes
 
-__all__ = ["Outcome", "StateRows", "StepRequest", "StepResult", "StepRunner"]
+__all__ = ["StateRows", "StepRequest", "StepResult", "StepRunner"]
 
 
 class StateRows(Protocol):
@@ -101,15 +101,11 @@ class StepRequest:
     states: Mapping[State, StateRows] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     head: Head | None = None
-    _within: dict[Phase, StepRequest] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def within(self, phase: Phase) -> StepRequest:
-        """Return the same request for a step of a phase that covers its own; the same object whenever it is asked for."""
-        if phase is self.phase or phase == self.phase:
-            return self
-        if phase not in self._within:
-            self._within[phase] = replace(self, phase=phase, head=self.head or self.phase.head)
-        return self._within[phase]
+        """Return the same request for a step of a phase that covers its own."""
+        same = phase is self.phase or phase == self.phase
+        return self if same else replace(self, phase=phase, head=self.head or self.phase.head)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +125,7 @@ class StepResult:
     plan
         The plan that was in force; of a step that is cut, its second graph's.
     seconds
-        The step's wall-clock time, from its launch until its outcome was there. Those of a step that was launched ahead and
-        of the step before it overlap.
+        The step's wall-clock time, from its launch until its outcome was there.
     values
         By name, what other parts of the phase declare as results (`mosaic.models.parts.part.Part.results`). What belongs to the
         step is one tensor, which all of its requests share.
@@ -161,19 +156,6 @@ class StepResult:
         return self
 
 
-class Outcome(Protocol):
-    """A step on its way: a model's are `Launched`."""
-
-    def proceed(self) -> None:
-        """Do what the host has to do before the device can go on, if it is known; do not wait."""
-
-    def settle(self) -> None:
-        """Wait until the host has nothing more to do before the outcome is there."""
-
-    def results(self) -> list[StepResult]:
-        """Wait for the outcome: one result per request, in order."""
-
-
 class StepRunner(Protocol):
     """What runs steps: a compiled model."""
 
@@ -186,13 +168,7 @@ class StepRunner(Protocol):
         """Whether a step that was launched runs beside the host."""
 
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
-        """Run one step over requests of one phase, packed."""
-
-    def launch(self, requests: Sequence[StepRequest]) -> Outcome:
-        """Begin a step without waiting for its outcome; `step` waits."""
-
-    def prepare(self, requests: Sequence[StepRequest]) -> None:
-        """Do of a step what can be done before it is launched, while another one runs; it may never be launched."""
+        """Run one step over requests of one phase, packed, and wait for its outcome: one result per request, in order."""
 
     def open_rows(self, state: State, /) -> StateRows:
         """Start an owner's rows of a state."""

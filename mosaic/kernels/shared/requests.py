@@ -57,7 +57,8 @@ def uniforms(keys_M: Ints) -> NDArray[np.float32]:
         words = [second >> _HALF ^ words[1] ^ low, second & _WORD, first >> _HALF ^ words[3] ^ high, first & _WORD]
         low, high = low + np.uint64(0x9E3779B9) & _WORD, high + np.uint64(0xBB67AE85) & _WORD
     found = (words[0].astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
-    return np.minimum(found, np.float32(1.0 - 2.0**-24))
+    np.minimum(found, np.float32(1.0 - 2.0**-24), out=found)
+    return found
 
 
 def bits(value: float) -> int:
@@ -88,14 +89,16 @@ def quotas(table_SC: Ints) -> Ints:
 
 def closes(table_SC: Ints) -> NDArray[np.bool_]:
     """Return whether the next step of each request's block writes what precedes it, and decides its first position alone, [S]."""
-    return (table_SC[:, Column.SHIFTED] != 0) & (table_SC[:, Column.BEFORE] > 0)
+    found: NDArray[np.bool_] = (table_SC[:, Column.SHIFTED] != 0) & (table_SC[:, Column.BEFORE] > 0)
+    return found
 
 
 def alone(table_SC: Ints) -> NDArray[np.bool_]:
     """Return whether the next step of each request decides the first position of its block alone, [S]."""
     column = table_SC.T
     first = (column[Column.NUMBER] == 0) & (column[Column.SPAN] == CANVAS_LONG) & (column[Column.WINDOW] != WHOLE)
-    return closes(table_SC) | (first & (column[Column.SHIFTED] != 0))
+    found: NDArray[np.bool_] = closes(table_SC) | (first & (column[Column.SHIFTED] != 0))
+    return found
 
 
 def marked(table_SC: Ints) -> NDArray[np.bool_]:

@@ -7,14 +7,13 @@ from mosaic.models.parts.guidance import GUIDED, Guidance
 from mosaic.models.parts.heads import EACH, NO_HEAD, NUCLEUS, SAMPLE, STATISTICS, Head
 from mosaic.models.parts.logits import LOGITS, ReturnedLogits
 from mosaic.models.parts.part import Part
-from mosaic.models.parts.table import HELD_EXTENTS, REQUESTS, TABLED, Tabled
-from mosaic.models.parts.windows import APART, CANVAS, ENTERED, STAYING, Apart, OnDevice, Windows
+from mosaic.models.parts.table import CANVAS, HELD_EXTENTS, REQUESTS, TABLED, Tabled
+from mosaic.models.parts.windows import APART, Apart, Windows
 
 __all__ = [
     "APART",
     "CANVAS",
     "EACH",
-    "ENTERED",
     "GUIDED",
     "HELD_EXTENTS",
     "KEPT",
@@ -26,7 +25,6 @@ __all__ = [
     "REQUESTS",
     "SAMPLE",
     "STATISTICS",
-    "STAYING",
     "TABLED",
     "WHOLE",
     "Apart",
@@ -37,7 +35,6 @@ __all__ = [
     "Guidance",
     "Head",
     "KeptRows",
-    "OnDevice",
     "Part",
     "ReturnedLogits",
     "Rule",

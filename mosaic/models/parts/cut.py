@@ -53,17 +53,11 @@ class Cut(Part):
     ----------
     layer
         The cut layer: ops before its attention are in the first graph. Not the last layer.
-    guesses
-        Whether the second graph is launched at a guessed size and the count is read with its results: if more rows are
-        kept, it runs again. Otherwise the host waits for the count between the graphs. A second graph that is too small
-        changes no state: all of its `cu_seqlens` and `cu_rows` is 0 then, and ops that write to a state go by these.
-        Ops of the first graph run once.
     sizes
         Row counts that the second graph is planned for, ascending; empty: `buckets`.
     """
 
     layer: int = 1
-    guesses: bool = False
     sizes: tuple[int, ...] = ()
 
     @property

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from mosaic.models.inputs import Input, together
 from mosaic.models.parts.cache import KV
-from mosaic.models.parts.windows import CANVAS, Windows
+from mosaic.models.parts.windows import Windows
 from mosaic.models.state import State
 from mosaic.registrar.operators.advance_requests import WIDTH
 from mosaic.registrar.operators.read_canvas import OPEN
@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from mosaic.models.step_graph import Ending, StepGraph
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["HELD_EXTENTS", "REQUESTS", "TABLED", "Tabled", "own_column", "own_states"]
+__all__ = ["CANVAS", "HELD_EXTENTS", "REQUESTS", "TABLED", "Tabled", "own_column", "own_states"]
 
 REQUESTS: Final = State(name="requests", width=COLUMNS, dtype="int64", least_rows=16, together=True)
 """A row for each request (`mosaic.registrar.request_table`)."""
+CANVAS: Final = State(name="canvas", dtype="int64", together=True)
+"""A token for each position of a request, `OPEN` where nothing is decided."""
 HELD_EXTENTS: Final = State(name="held_extents", width=4, dtype="int64", together=True)
 """The extents of each request's keys, in order of position."""
 ROOM: Final = Input(name="room", dtype="int64", per="step", width=7)
@@ -44,7 +46,6 @@ _PLACED: Final = ("positions", "token_rows", "rows", "decided_rows", "extents", 
 class Tabled(Windows):
     """Windows of the requests of a table; the host gives a step its `room` alone."""
 
-    computes: ClassVar[frozenset[str]] = frozenset({"token_ids", "current"})
     alone: ClassVar[bool] = True
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
@@ -63,7 +64,8 @@ class Tabled(Windows):
 
     def supplied(self, step: StepGraph) -> Mapping[str, Supply]:
         """Register who is served and where their windows lie; return all inputs."""
-        g, seqs, (tokens, masked, extents) = step.g, step.seqs, map(step.g.dim, ("tokens", "masked", "extents"))
+        g, seqs, (tokens, masked) = step.g, step.seqs, map(step.g.dim, ("tokens", "masked"))
+        extents = g.dim("extents") if step.phase.cached else 1
         table, canvas, cut = step.state(REQUESTS), step.state(CANVAS), step.phase.cut is not None
         keep = g.carry if cut else g.buffer
         served, begins = keep("served", (seqs,), "int64"), keep("begins", (seqs,), "int32")

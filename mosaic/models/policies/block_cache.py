@@ -23,8 +23,6 @@ BLOCK_COMMITS: Final = ("exact", "cached")
 class Freezing(Policy):
     """Leaves frozen tokens out of a block's steps. Its option is one of `BLOCK_CACHES`."""
 
-    waits = "with block_cache the tokens of a step depend on the outcome of the one before it; leave one out."
-
     def __init__(self, options: str, config: Any, arch: Architecture, positions: int) -> None:
         if options == "dc" and arch.shifted:
             raise UsageError(

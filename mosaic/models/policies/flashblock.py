@@ -365,11 +365,6 @@ class Reusing(Policy):
         self._refreshed: dict[int, int] = {}  # by position: the step that refreshed it last
         self._changed = False
         self.tabled = options.change is None
-        if options.change is not None:
-            self.waits = (
-                "how much queries change is known when a step's outcome is read; leave one out, or reuse for a number of "
-                "steps."
-            )
 
     def refreshes(self, step: BlockStep) -> bool:
         """Return whether a step refreshes: by its number, or if rows of its window lack an output that still serves."""

@@ -342,8 +342,6 @@ class Evicting(Policy):
     In a bidirectional model all positions have keys, and every step evicts.
     """
 
-    waits = "with eviction the tokens of a step depend on the outcome of the one before it; leave one out."
-
     def __init__(self, options: Eviction, config: Any, arch: Architecture, positions: int) -> None:
         dual, block = not arch.block, config.block_length or 0
         self._eviction = replace(options, first_step="evicts") if dual else options

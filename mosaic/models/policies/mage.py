@@ -28,7 +28,7 @@ from mosaic.models.policies.flashblock import (
     reuse_of_table,
     reuse_states,
 )
-from mosaic.models.policies.mage_options import Per, SparseAttention, sets_of
+from mosaic.models.policies.mage_options import SparseAttention, index_sets, page_extrema, sets_of
 from mosaic.models.policies.policy import BlockStep, Policy, marks_of, with_parts
 from mosaic.models.state import State
 from mosaic.registrar.operators.top_keys import keys_of
@@ -48,46 +48,6 @@ SELECT: Final = "select"
 """The stream on which keys are ranked, beside the rest of a layer."""
 _OF_TABLE: Final = ("owner", "captured", "candidates", "seen_exactly", "seen_sparsely", "cu_keys", "votes")
 """What `select_requests` finds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexSets(State):
-    """Selections, one row per request: for every sparse layer and set a count, then pages in ascending order."""
-
-    least_rows: int = 1
-    pages: int
-    exact: int
-    per: Per
-    rows: int
-
-    def columns(self, arch: Architecture) -> int:
-        """Return the columns over all sparse layers, tiles of rows and sets."""
-        tiles = -(-arch.block // self.rows) if self.rows else 1
-        return (arch.layers - self.exact) * sets_of(self.per, arch) * tiles * (1 + self.pages)
-
-
-def index_sets(attention: SparseAttention) -> IndexSets:
-    """Return the state for selections by these options; options with one layout share it."""
-    pages, exact, per = attention.k // attention.page, attention.exact_layers + attention.exact_last, attention.per
-    name = f"selected_{pages}_{exact}_{per}" + (f"_{attention.rows}_rows" if attention.rows else "")
-    return IndexSets(name=name, dtype="int32", pages=pages, exact=exact, per=per, rows=attention.rows)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageExtrema(State):
-    """Elementwise extrema of the keys of whole pages, a row per page: by sparse layer heads' minima, then maxima."""
-
-    exact: int
-
-    def columns(self, arch: Architecture) -> int:
-        """Return the width of two keys of every sparse layer."""
-        return (arch.layers - self.exact) * 2 * arch.attention.kv_heads * arch.attention.head_size
-
-
-def page_extrema(attention: SparseAttention) -> PageExtrema:
-    """Return the state of page extrema, from which bounds are computed; options with one layout share it."""
-    exact = attention.exact_layers + attention.exact_last
-    return PageExtrema(name=f"pages_{attention.page}_{exact}", exact=exact)
 
 
 def _pages_of(attention: SparseAttention, until: Callable[[Window], int]) -> tuple[Input, Input]:
@@ -238,7 +198,9 @@ class Selected(Kept):
                 carried=chosen.carried, answer=chosen.voters == "answer",
             ),
         )  # fmt: skip
-        return found if self.reuse is None else found | reuse_of_table(self.reuse, chosen.exact_layers, step, served)
+        return (
+            found if self.reuse is None else {**found, **reuse_of_table(self.reuse, chosen.exact_layers, step, served)}
+        )
 
     @property
     def reuse(self) -> PrefixReuse | None:
@@ -479,14 +441,11 @@ class Selecting(Policy):
         self.tabled = options.selects == "first" and (self._reusing is None or self._reusing.tabled)
         if options.selects == "every":
             self.within = False
-            self.waits = "attention that selects in every step commits a block in a step of its own; leave one out."
             if config.block_commit == "cached":
                 raise UsageError(
                     "block_commit 'cached': attention that selects in every step commits a block in a step of its own, whole; "
                     "leave it out."
                 )
-        elif self._reusing is not None:
-            self.waits = self._reusing.waits
 
     def phase(self, phase: Phase, step: BlockStep) -> Phase:
         """Attend to selected keys; steps that write final keys write page extrema, if pages are ranked by them."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, get_
 from mosaic.errors import UnknownName, UsageError
 from mosaic.models.policies.flashblock import PrefixReuse
 from mosaic.models.policies.policy import Options, is_integer, is_number
+from mosaic.models.state import State
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
@@ -282,3 +283,43 @@ block; MAGE with its two exact layers split between the first and the last layer
 def sets_of(per: Per, arch: Architecture) -> int:
     """Return the number of sets of keys in a layer."""
     return arch.attention.kv_heads if per == "kv_head" else arch.attention.heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexSets(State):
+    """Selections, one row per request: for every sparse layer and set a count, then pages in ascending order."""
+
+    least_rows: int = 1
+    pages: int
+    exact: int
+    per: Per
+    rows: int
+
+    def columns(self, arch: Architecture) -> int:
+        """Return the columns over all sparse layers, tiles of rows and sets."""
+        tiles = -(-arch.block // self.rows) if self.rows else 1
+        return (arch.layers - self.exact) * sets_of(self.per, arch) * tiles * (1 + self.pages)
+
+
+def index_sets(attention: SparseAttention) -> IndexSets:
+    """Return the state for selections by these options; options with one layout share it."""
+    pages, exact, per = attention.k // attention.page, attention.exact_layers + attention.exact_last, attention.per
+    name = f"selected_{pages}_{exact}_{per}" + (f"_{attention.rows}_rows" if attention.rows else "")
+    return IndexSets(name=name, dtype="int32", pages=pages, exact=exact, per=per, rows=attention.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageExtrema(State):
+    """Elementwise extrema of the keys of whole pages, a row per page: by sparse layer heads' minima, then maxima."""
+
+    exact: int
+
+    def columns(self, arch: Architecture) -> int:
+        """Return the width of two keys of every sparse layer."""
+        return (arch.layers - self.exact) * 2 * arch.attention.kv_heads * arch.attention.head_size
+
+
+def page_extrema(attention: SparseAttention) -> PageExtrema:
+    """Return the state of page extrema, from which bounds are computed; options with one layout share it."""
+    exact = attention.exact_layers + attention.exact_last
+    return PageExtrema(name=f"pages_{attention.page}_{exact}", exact=exact)

@@ -151,8 +151,6 @@ class Policy:
 
     Attributes
     ----------
-    waits
-        Why a step cannot be launched before the last one's outcome is known; empty: it can.
     within
         Whether the first step of a block may write the final keys of the block before.
     tabled
@@ -160,7 +158,6 @@ class Policy:
         called.
     """
 
-    waits: str = ""
     within: bool = True
     tabled: bool = False
 

@@ -64,7 +64,8 @@ def _check_dims(plan: Columns) -> None:
         plan.fail("context", f"max_ctx_tokens is {document['max_ctx_tokens']}, this plan fits with {tokens}")
     if document["phase"] != FULL_STEP or missing:
         return
-    lengths = {plan.shape[b][0] for b, kind in enumerate(plan.kind) if kind in ("input", "state") and plan.shape[b]}
+    given = ("input", "state", *(("transient",) if "pack_requests" in plan.kernel else ()))  # that makes the inputs
+    lengths = {plan.shape[b][0] for b, kind in enumerate(plan.kind) if kind in given and plan.shape[b]}
     for dim, value in dims.items():
         if dim not in _NO_LENGTHS and value + (dim == "seqs") not in lengths:
             plan.fail("dims", f"no input or state has {value} {dim}")

@@ -4,7 +4,8 @@ table[S, C] has a row a request (`mosaic.registrar.request_table`); room[0] = fi
 extents, group, marked. The `count` rows from `first` on are looked at. A request whose state is RUNNING wants
 
 - while WRITTEN < PREFIX, the next tokens of its prompt, whole blocks and as many as there are, and decides no row;
-- else a step of its block, as WINDOW says. It decides the OPEN rows; if IN_ORDER, at most as many as it commits.
+- else a step of its block, as WINDOW says. It decides the OPEN rows; of `FIRST_ONES` and `RANDOM_ONES` at most as
+  many as it commits.
 
 Left out are requests of another group than the step's, where prompts are of group 0, those whose step of the block has its bit in
 MARKS, unless the step is `marked`, and those whose window has more than `tokens`. There is room for `sequences` windows, `tokens`
