@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from _signal import getsignal  # type: ignore[import-not-found]
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, Self
@@ -17,7 +18,8 @@ SIGNALS: Final = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGVTALRM", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 )
-"""Signals that ask a process to end, ring a timer, or are free for users."""
+"""Signals that ask a process to end, ring a timer, or are free for users. Every step asks for the handlers of all of them, so
+`getsignal` is the one in C: that in `signal` makes an enum of each answer, in five calls."""
 
 
 class _Hold:
@@ -33,7 +35,7 @@ class _Hold:
         """Replace all handlers that are Python functions."""
         try:
             for number in SIGNALS:
-                handler = signal.getsignal(number)
+                handler = getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
                     signal.signal(number, self._strike)
@@ -51,7 +53,7 @@ class _Hold:
 
     def _put_back(self) -> None:
         for number, handler in self._handlers.items():
-            if signal.getsignal(number) == self._strike:  # else a callback installed its own handler
+            if getsignal(number) == self._strike:  # else a callback installed its own handler
                 signal.signal(number, handler)
         self._ended = True
 

@@ -112,23 +112,24 @@ def marked(table_SC: Ints) -> NDArray[np.bool_]:
 def wanted(table_SC: Ints) -> Wanted:
     """Return what the requests of a table ask for."""
     column = table_SC.T
-    fills, closing, wide = column[Column.WRITTEN] < column[Column.PREFIX], closes(table_SC), column[Column.WIDE] != 0
-    start, length, opened = column[Column.START], column[Column.LENGTH], column[Column.OPEN]
-    span = start - start % np.maximum(column[Column.SPAN], 1)  # rows of nobody have none
-    span_end = np.minimum(span + column[Column.SPAN], length)
-    to_end = wide | (column[Column.WINDOW] == FROM_BLOCK)
-    rows = np.where(column[Column.DECIDES] == OPEN_ONES, opened, np.minimum(quotas(table_SC), opened))
-    return Wanted(
-        running=column[Column.STATE] == RUNNING,
-        fills=fills,
-        begin=np.where(fills, column[Column.WRITTEN], np.where(wide, span, start) - column[Column.BEFORE]),
-        end=np.where(
-            fills,
-            column[Column.PREFIX],
-            np.where(closing, start, np.where(to_end, span_end, start + column[Column.BLOCK])),
-        ),
-        seen=np.where(fills, 0, np.where(closing, start, span_end)),
-        rows=np.where(fills, 0, np.where(alone(table_SC), 1, rows)),
-        group=np.where(fills, 0, column[Column.GROUP]),
-        marked=~fills & marked(table_SC),
+    fills, closing = column[Column.WRITTEN] < column[Column.PREFIX], closes(table_SC)
+    start, opened = column[Column.START], column[Column.OPEN]
+    within = start % np.maximum(column[Column.SPAN], 1)  # rows of nobody have none
+    span_end = np.minimum(start - within + column[Column.SPAN], column[Column.LENGTH])
+    to_end = (column[Column.WIDE] != 0) | (column[Column.WINDOW] == FROM_BLOCK)
+    begin, end, seen = (
+        start - column[Column.WIDE] * within - column[Column.BEFORE],
+        start + column[Column.BLOCK],
+        span_end.copy(),
     )
+    end[to_end] = span_end[to_end]
+    end[closing] = seen[closing] = start[closing]
+    begin[fills], end[fills], seen[fills] = column[Column.WRITTEN, fills], column[Column.PREFIX, fills], 0
+    rows, whole = np.minimum(quotas(table_SC), opened), column[Column.DECIDES] == OPEN_ONES
+    rows[whole] = opened[whole]
+    rows[alone(table_SC)] = 1
+    rows[fills] = 0
+    return Wanted(
+        running=column[Column.STATE] == RUNNING, fills=fills, begin=begin, end=end, seen=seen, rows=rows,
+        group=column[Column.GROUP] * ~fills, marked=~fills & marked(table_SC),
+    )  # fmt: skip
