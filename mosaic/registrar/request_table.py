@@ -65,25 +65,27 @@ class Column(IntEnum):
     attends both ways, or `CANVAS_LONG`."""
     SHIFTED = 30
     """Whether row i-1 predicts position i."""
-    WRITTEN = 31
+    PRIORITY = 31
+    """Turns by which it goes before others, as if it had been served so much earlier."""
+    WRITTEN = 32
     """Tokens of the prefix whose keys are written."""
-    START = 32
+    START = 33
     """Where the block begins that is decoded."""
-    BEFORE = 33
+    BEFORE = 34
     """Tokens before the block whose final keys the next step writes."""
-    NUMBER = 34
+    NUMBER = 35
     """Steps of the block so far; of blocks that share a span of the model, all its steps."""
-    STEP = 35
+    STEP = 36
     """Steps so far that have decided, which random keys count."""
-    OPEN = 36
+    OPEN = 37
     """Positions of the block where nothing is decided."""
-    WIDE = 37
+    WIDE = 38
     """Whether the next step computes the whole span."""
-    SERVED = 38
+    SERVED = 39
     """The turn in which it decided last, at first the one in which it came."""
 
 
-COLUMNS: Final = 39
+COLUMNS: Final = 40
 STOPS: Final = 4
 MARKED_STEPS: Final = 62
 RUNNING, ENDED = 1, 2

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from mosaic.registrar.request_table import CANVAS_LONG, FROM_BLOCK, MARKED_STEPS, OPEN_ONES, RUNNING, WHOLE, Column
 
-__all__ = ["Wanted", "alone", "bits", "closes", "floats", "keys_of", "marked", "mixed", "quotas", "uniforms", "wanted"]
+__all__ = [
+    "Wanted", "alone", "bits", "closes", "floats", "keys_of", "marked", "mixed", "quotas", "turns", "uniforms", "wanted",
+]  # fmt: skip
 
 Ints: TypeAlias = NDArray[np.int64]
 Words: TypeAlias = NDArray[np.uint64]
@@ -73,6 +75,11 @@ def keys_of(column: NDArray[np.int64], canvas_rows_M: Ints) -> Ints:
     """Return the random keys of some rows of a request's canvas in its next step, [M]."""
     step = mixed((column[Column.NOISE : Column.NOISE + 1] ^ column[Column.STEP]).view(np.uint64))
     return mixed((canvas_rows_M - column[Column.CANVAS]).view(np.uint64) ^ step).view(np.int64)
+
+
+def turns(table_SC: Ints) -> Ints:
+    """Return the turn of each request by which it comes before others, [S]: the earlier the sooner."""
+    return table_SC[:, Column.SERVED] - table_SC[:, Column.PRIORITY]
 
 
 def quotas(table_SC: Ints) -> Ints:

@@ -95,9 +95,9 @@ _KEPT: Final = (
     ),
     Way("triton"),
 )  # fmt: skip
-_TABLE: Final = "table:int64=S,39"
+_TABLE: Final = "table:int64=S,40"
 """A row for each request."""
-_OWN: Final[tuple[Rule, ...]] = (("at most", "0", "own"), ("at most", "own+1", "39"))
+_OWN: Final[tuple[Rule, ...]] = (("at most", "0", "own"), ("at most", "own+1", "40"))
 """One of its columns."""
 _NOTATION: Final = {
     "advance_requests": _Operator(
