@@ -385,7 +385,7 @@ class Evicting(Policy):
             self._begun, self._step = step.start, -1 if prefills else 0
             self._processed = self._cut.block
         step.counts = self._step >= 0
-        masked = request.open_array(step.start, step.end) - step.start
+        masked = request.open_rows(step.start, step.end) - step.start
         ranks = request.uniforms(step.start, step.end) if self._eviction.rank == "random" else ()
         step.values["block"] = BlockProgress(
             start=step.start, masked=tuple(masked.tolist()), processed=self._processed, step=self._step, decoded=self._decided,
