@@ -39,7 +39,7 @@ class Launch(NamedTuple):
 
 
 LAUNCHES = [
-    Launch("advance_requests", "table:l5,36 canvas:l9 row:l2 begin:i2 cu_seqlens:i3 cu_rows:i3 committed:u6", "report:l2,15 table",
+    Launch("advance_requests", "table:l5,40 canvas:l9 row:l2 begin:i2 cu_seqlens:i3 cu_rows:i3 committed:u6", "report:l2,16 table",
            moved="table table canvas=6 row begin cu_seqlens cu_rows committed report", loose="canvas", sliced="committed",
            whole="M"),
     Launch("attention", "q:f6,8 k:f5,4 v:f5,4 cu_seqlens:i3", "y:f6,8", 4 * 4 * 6 * 8,
@@ -47,7 +47,7 @@ LAUNCHES = [
            optional="span block", inplace="y/q", sliced="q y"),
     Launch("confidence", "maximum:f6 logsumexp:f6", "y:f6", 2 * 6, sliced="maximum logsumexp y"),
     Launch("copy", "x:f6,4", "y:f6,4", host="x y", sliced="x y"),
-    Launch("draw_requests", "table:l5,36 row:l2 cu_rows:i3 decided_rows:l6", "keys:l6 temperature:f6 top_p:f6 top_k:i6 cuts:u6",
+    Launch("draw_requests", "table:l5,40 row:l2 cu_rows:i3 decided_rows:l6", "keys:l6 temperature:f6 top_p:f6 top_k:i6 cuts:u6",
            sliced="decided_rows keys temperature top_p top_k cuts", whole="M"),
     Launch("embedding", "ids:l6 table:f9,4", "y:f6,4", moved="ids y y", loose="table", host="table", sliced="ids y"),
     Launch("evict_tokens",
@@ -58,7 +58,7 @@ LAUNCHES = [
            moved="before after listed first progress status positions cu_seqlens decoded owner ranks rows bounds total seen "
                  "state=4",
            loose="state", optional="ranks weight keep rank"),
-    Launch("focus_requests", "table:l5,36 canvas:l9 state:f4,4 row:l2 cu_seqlens:i3 positions:i6",
+    Launch("focus_requests", "table:l5,40 canvas:l9 state:f4,4 row:l2 cu_seqlens:i3 positions:i6",
            "first:i2 listed:i2,3 votes:u6 status:u6 progress:i2 decoded:i2 owner:l2 state",
            attrs={"own": 16, "block": 3, "processed": 0, "importance": "block", "first_step": "evicts", "reach": "block",
                   "history": "ema"},
@@ -107,10 +107,10 @@ LAUNCHES = [
            moved="x norm q_weight k_weight v_weight q_bias k_bias v_bias q k v",
            free="norm q_weight k_weight v_weight q_bias k_bias v_bias", loose="arrivals", optional="q_bias k_bias v_bias",
            sliced="x q k v"),
-    Launch("note_focus", "table:l5,36 state:f4,4 row:l2 cu_seqlens:i3 cu_rows:i3 seen:i2 committed:u6", "state",
+    Launch("note_focus", "table:l5,40 state:f4,4 row:l2 cu_seqlens:i3 cu_rows:i3 seen:i2 committed:u6", "state",
            attrs={"own": 16, "processed": 0, "first_step": "evicts"},
            moved="table state=6 row cu_seqlens cu_rows seen committed", loose="state", sliced="committed", whole="M"),
-    Launch("pack_requests", "table:l5,36 room:l1,7", "row:l2 begin:i2 seen:i2 cu_seqlens:i3 cu_rows:i3 cu_extents:i3 table",
+    Launch("pack_requests", "table:l5,40 room:l1,7", "row:l2 begin:i2 seen:i2 cu_seqlens:i3 cu_rows:i3 cu_extents:i3 table",
            attrs={"sequences": 2}, optional="sequences"),
     Launch("page_bounds",
            "q:f6,8 extrema:f9,16 page_table:l5 cu_pages:i3 votes:u6 cu_seqlens:i3 positions:i6", "bound:f4,7", 4 * 3 * 6 * 8,
@@ -124,7 +124,7 @@ LAUNCHES = [
            moved="extents cu_extents page_table cu_pages first_page kv=48", loose="kv extrema", optional="tokens"),
     Launch("perturb_score", "score:f6 keys:l6 temperature:f6", "score", 4 * 6, sliced="score keys temperature"),
     Launch("place_requests",
-           "table:l5,36 canvas:l9 held_extents:l7,4 row:l2 begin:i2 cu_seqlens:i3 cu_rows:i3 cu_extents:i3",
+           "table:l5,40 canvas:l9 held_extents:l7,4 row:l2 begin:i2 cu_seqlens:i3 cu_rows:i3 cu_extents:i3",
            "positions:i5 token_rows:l5 rows:l6 decided_rows:l6 extents:l3,4 quota:i2 threshold:f2",
            attrs={"tokens": 5, "most": 6, "count": 3},
            moved="table canvas=6 held_extents row begin cu_seqlens cu_rows cu_extents positions token_rows rows decided_rows "
@@ -146,8 +146,8 @@ LAUNCHES = [
     Launch("replace_rows", "y:f6 x:f6 chosen:u6", "y", sliced="y x chosen"),
     Launch("resume_rows", "chosen:l6 bounds:i3 positions:i6 rows:l5 cu_rows:i3",
            "kept:l4 kept_positions:i4 cu_seqlens:i3 decided:l2 asked:l2 cu_decided:i3 place:i5 count:i1",
-           attrs={"size": 4, "most": 2, "partly": True}, optional="size most partly"),
-    Launch("reuse_requests", "table:l5,36 row:l2", "kept_row:l2 prefix:i2 refreshed:i2", attrs={"own": 25, "steps": 4},
+           attrs={"size": 4, "most": 2}, optional="size most"),
+    Launch("reuse_requests", "table:l5,40 row:l2", "kept_row:l2 prefix:i2 refreshed:i2", attrs={"own": 25, "steps": 4},
            optional="steps"),
     Launch("rms_norm", "x:f6,4 weight:f4", "y:f6,4", 4 * 6 * 4, {"eps": 1e-6}, free="weight", inplace="y/x", sliced="x y"),
     Launch("rotary", "x:f6,8 positions:i6 inv_freq:f3,2 sequences:i6", "x", 6 * 6 * 8, {"head_size": 4, "factor": 1.0},
@@ -166,7 +166,7 @@ LAUNCHES = [
            sliced="maximum second logsumexp entropy sample_logit keys score", whole="M"),
     Launch("row_stats", "logits:f6,9", STATISTICS, 6 * 6 * 9, free="logits",
            sliced="logits token maximum second logsumexp entropy"),
-    Launch("select_requests", "table:l5,36 row:l2 seen:i2 cu_seqlens:i3 positions:i6",
+    Launch("select_requests", "table:l5,40 row:l2 seen:i2 cu_seqlens:i3 positions:i6",
            "owner:l2 captured:i2 candidates:i2 seen_exactly:i2 seen_sparsely:i2 cu_keys:i3 votes:u6",
            attrs={"own": 25, "carried": True, "answer": False}, optional="carried answer", sliced="positions votes", whole="T"),
     Launch("selected_attention", "q:f6,8 kv:f9,16 extents:l5,4 cu_extents:i3 selected:i7,24 owner:l2 captured:i2 seen:i2 "
@@ -194,7 +194,7 @@ LAUNCHES = [
     Launch("unembed_stats", "x:f6,4 weight:f9,4", STATISTICS, 2 * 6 * 4 * 9, free="x weight",
            sliced="x token maximum second logsumexp entropy"),
     Launch("write_canvas", "token:l6 rows:l6 canvas:l9 taken:u6", "canvas", moved="token rows token taken", loose="canvas",
-           optional="taken", sliced="token rows taken"),
+           sliced="token rows taken"),
     Launch("zeros", "", "y:i7", attrs={"count": 7}),
 ]  # fmt: skip
 

@@ -112,6 +112,7 @@ class Requests:
         column[Column.MARKS] = rng.choice([0, 0, 1, 4, 1 << 62]) * self.groups
         column[Column.OWN : Column.OWN + 4] = [rng.randrange(9) for _ in range(4)]
         column[Column.STEP], column[Column.SERVED] = rng.randrange(50), rng.randrange(12)
+        column[Column.PRIORITY] = random.Random(len(tokens)).choice([0, 0, 3, -9, 1 << 30])
         column[Column.OPEN] = sum(token == OPEN for token in canvas[now : now + block])
         tokens += canvas + [rng.randrange(99) << 32 | rng.randrange(9) for _ in range(column[Column.SCHEDULE])]
         extents += mine

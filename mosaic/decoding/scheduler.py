@@ -18,7 +18,7 @@ import numpy as np
 
 from mosaic.decoding.rows import ALL, RULE, demand_of
 from mosaic.decoding.tabled import ServedSteps
-from mosaic.kernels.shared.requests import bits, closes, quotas, wanted
+from mosaic.kernels.shared.requests import bits, closes, quotas, turns, wanted
 from mosaic.models.parts import KEPT, REQUESTS, CachePolicy, CommitRule, Cut
 from mosaic.models.phase import Phase, shared_phase
 from mosaic.models.policies.policy import with_parts
@@ -172,8 +172,8 @@ class Scheduler:
         for group in dict.fromkeys(kind.group for kind in counts):
             mine = {kind: count for kind, count in counts.items() if kind.group == group}
             needed, block, _ = _needed(kinds := self._beside(group, mine))
-            usual = sum(min(kind.tokens, 2 * kind.block) * count for kind, count in mine.items())
-            blocks = _rung(max(needed, min(usual, self._most_tokens)), block)
+            usual = sum(_usual(kind) * count for kind, count in mine.items())
+            blocks = self._rung(max(needed, min(usual, self._most(block))), block)
             decides = sum(kind.block * count for kind, count in mine.items())
             found.append(Room.of(_phase(kinds, marked=True), sum(mine.values()), blocks, block, decides))
         return found
@@ -215,9 +215,9 @@ class Scheduler:
             kinds = self._beside(group, [kind for kind in self._kinds if kind.group == group])
             needed, block, own_rows = _needed(kinds)
             marks = any(row.marks for row in rows if self.group_of(row) == group)
-            most = max(needed, longest, min(requests * longest, self._most_tokens))
+            most = max(needed, longest, min(requests * longest, self._most(block)))
             for marked in (False, True)[: 1 + marks]:
-                phase, blocks = _phase(kinds, marked=marked), _rung(most, block)
+                phase, blocks = _phase(kinds, marked=marked), self._rung(most, block)
                 while blocks:
                     for room in Room.ladder(phase, requests, blocks, block, own_rows):
                         yield room, group, marked
@@ -311,13 +311,14 @@ class Scheduler:
         decides, fills = asks & ~asked.fills, asks & asked.fills
         deciding, prompts = int(length[decides].sum()), int(length[fills].sum())
         kinds = self._beside(group, [kind for kind in self._kinds if kind.group == group])
-        needed, _, own_rows = _needed(kinds)
+        _, block, own_rows = _needed(kinds)
         rows = min(max(int(asked.rows[decides].sum()), own_rows), deciding or own_rows)
-        least = max(needed, min(deciding, self._most_tokens))
-        most = max(least, min(deciding + prompts, self._most_tokens))
+        first = _first(columns, length, decides, fills)
+        least = max(first, min(max(deciding, *map(_usual, kinds)), self._most(block)))
+        most = max(least, min(deciding + prompts, self._most(block)))
         marked = bool(asked.marked[decides].any())
         asking = partial(Room.of, _phase(kinds, marked=marked), int(asks.sum()))
-        room = self._room(asking, least, most, rows, kinds, several=deciding > 0 and prompts > 0)
+        room = self._room(asking, first, least, most, rows, kinds, several=deciding > 0 and prompts > 0)
         keeping = None
         if room.phase.cut is not None:
             kept = self._kept.setdefault(group, KeptOfRequests())
@@ -352,12 +353,12 @@ class Scheduler:
         return True
 
     def _room(
-        self, asking: Callable[[int, int, int], Room], least: int, most: int, rows: int, kinds: Collection[_Kind], *,
-        several: bool,
+        self, asking: Callable[[int, int, int], Room], first: int, least: int, most: int, rows: int,
+        kinds: Collection[_Kind], *, several: bool,
     ) -> Room:  # fmt: skip
         """The room of the next step: for as many tokens and rows to decide as are asked for, fit, and delay nobody too long."""
-        table, (needed, block, own_rows) = self._table, _needed(kinds)
-        fewest, blocks, own = _rung(needed, block), _rung(most, block), _rung(least, block)
+        table, (_, block, own_rows) = self._table, _needed(kinds)
+        fewest, blocks, own = (self._rung(tokens, block) for tokens in (first, most, least))
         alone = Room.of(asking(fewest, block, own_rows).phase, 1, fewest, block, own_rows)
         table.cover(alone, asking(own, block, rows))
         while blocks > fewest and not table.fits(asking(blocks, block, rows)):
@@ -370,12 +371,22 @@ class Scheduler:
                 blocks = max(_below(blocks), own)
         return asking(blocks, block, rows)
 
+    def _most(self, block: int) -> int:
+        """Tokens of a step of whole blocks, unless one request alone needs more."""
+        return self._most_tokens // block * block
+
+    def _rung(self, tokens: int, block: int) -> int:
+        """Blocks that hold so many tokens, rounded up by at most an eighth; beyond `_most` only if the tokens are."""
+        rung, most = bucket(-(-tokens // block), share=SHARES), self._most(block)
+        return rung if tokens > most else min(rung, most // block)
+
 
 def _go_on(columns: NDArray[np.int64], step: Launched, usual: int) -> None:
     """Move a table on by a step, as far as the host can say: requests decide as many tokens as they have to, or as is usual."""
     asked, column = wanted(columns), columns.T
     asks = asked.running & (asked.group == step.group) & (~asked.marked | step.marked)
-    order = np.argsort(column[Column.SERVED], kind="stable")
+    asks &= asked.fills | (asked.end - asked.begin <= step.room.tokens)
+    order = turns(columns).argsort(kind="stable")
     length = asked.end - asked.begin
     decides = order[(asks & ~asked.fills)[order]]
     tokens = np.cumsum(length[decides])
@@ -406,15 +417,24 @@ def _needed(kinds: Collection[_Kind]) -> tuple[int, int, int]:
     return max([kind.tokens for kind in kinds]), min(blocks), max(blocks)
 
 
+def _usual(kind: _Kind) -> int:
+    """Tokens that most steps compute for a request at most: others are few, and of whole canvases one at a time."""
+    return min(kind.tokens, 2 * kind.block)
+
+
+def _first(
+    columns: NDArray[np.int64], length: NDArray[np.int64], decides: NDArray[np.bool_], fills: NDArray[np.bool_]
+) -> int:
+    """Tokens without which a step serves neither the first of those who decide nor the first prompt, which can be cut."""
+    needs = np.where(fills, np.minimum(columns[:, Column.SPAN], length), length)
+    order = turns(columns).argsort(kind="stable")
+    return max(int(needs[order[asks[order]][:1]].sum()) for asks in (decides, fills))
+
+
 def _phase(kinds: Collection[_Kind], *, marked: bool) -> Phase:
     """The kind of step that serves all of a group."""
     phase = shared_phase([kind.phase for kind in kinds])
     return with_parts(phase, cache=phase.cache.covering) if marked else phase
-
-
-def _rung(tokens: int, block: int) -> int:
-    """Blocks that hold so many tokens, rounded up by at most an eighth."""
-    return bucket(-(-tokens // block), share=SHARES)
 
 
 def _below(blocks: int) -> int:

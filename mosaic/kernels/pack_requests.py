@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.requests import wanted
+from mosaic.kernels.shared.requests import turns, wanted
 from mosaic.registrar.operators.pack_requests import KEPT_SHARE, PATIENCE
 from mosaic.registrar.request_table import Column
 
@@ -63,14 +63,14 @@ def _served(
     mine: np.ndarray, sequences: int, tokens: int, rows: int, extents: int, group: int, marked: int
 ) -> Iterator[_Window]:
     """The windows of a step: first of those who decide, then of prompts."""
-    asked, served = wanted(mine), mine[:, Column.SERVED]
+    asked, order = wanted(mine), np.argsort(turns(mine), kind="stable")
     asks = asked.running & (asked.group == group) & (~asked.marked | (marked != 0))
+    asks &= asked.fills | (asked.end - asked.begin <= tokens)
     fills = asks & asked.fills
-    order = np.argsort(served, kind="stable")
     kept = 0
     if fills.any():
         oldest = order[fills[order]][0]
-        if served.max() + 1 - served[oldest] >= PATIENCE:
+        if mine[:, Column.SERVED].max() + 1 - turns(mine)[oldest] >= PATIENCE:
             kept = max(tokens // KEPT_SHARE, int(mine[oldest, Column.SPAN]))
     room = np.array([1, tokens - kept, rows, extents]) * [sequences, 1, 1, 1]
     for i in order[(asks & ~asked.fills)[order]]:
@@ -99,11 +99,11 @@ def reference(*, table: Tensor, room: Tensor, sequences: int) -> dict[str, Tenso
     requests = [_Asking(number, table[number].tolist()) for number in range(first, first + count)]
     turn = max((one[Column.SERVED] for one in requests), default=0) + 1
     asking = sorted(
-        (one for one in requests if one.asks(group, marked)), key=lambda one: (one[Column.SERVED], one.number)
+        (one for one in requests if one.asks(group, marked, tokens)), key=lambda one: (one.turn, one.number)
     )
     prompts = [one for one in asking if one.fills]
     kept = 0
-    if prompts and turn - prompts[0][Column.SERVED] >= PATIENCE:
+    if prompts and turn - prompts[0].turn >= PATIENCE:
         kept = max(tokens // KEPT_SHARE, prompts[0][Column.SPAN])
     taken: list[tuple[int, int, int, int, int, int]] = []
 
@@ -149,11 +149,18 @@ class _Asking:
     def __getitem__(self, column: Column) -> int:
         return self._columns[column]
 
-    def asks(self, group: int, marked: int) -> bool:
+    def asks(self, group: int, marked: int, tokens: int) -> bool:
         if self[Column.STATE] != 1 or self.fills:
             return self[Column.STATE] == 1 and group == 0
+        begin, end, _ = self.window()
+        if end - begin > tokens:
+            return False
         bit = self[Column.MARKS] >> min(self[Column.NUMBER], 62) & 1
         return self[Column.GROUP] == group and bool(marked or not bit)
+
+    @property
+    def turn(self) -> int:
+        return self[Column.SERVED] - self[Column.PRIORITY]
 
     @property
     def fills(self) -> bool:

@@ -65,39 +65,41 @@ class Column(IntEnum):
     attends both ways, or `CANVAS_LONG`."""
     SHIFTED = 30
     """Whether row i-1 predicts position i."""
-    POST_STEPS = 31
+    PRIORITY = 31
+    """Turns by which it goes before others, as if it had been served so much earlier."""
+    POST_STEPS = 32
     """Of a request that decides all positions, the most steps after the one that has left none open."""
-    SCHEDULE = 32
+    SCHEDULE = 33
     """Entries of its schedule, which lie in the canvas behind its positions: entry n has the quota of step n in its low 32 bits,
     and above them the STEP that the step counts as. 0: there is none."""
-    SCORE_TEMPERATURE = 33
+    SCORE_TEMPERATURE = 34
     """The bits of a float32: the temperature at which scores are perturbed; 0: not at all."""
-    WRITTEN = 34
+    WRITTEN = 35
     """Tokens of the prefix whose keys are written."""
-    START = 35
+    START = 36
     """Where the block begins that is decoded."""
-    BEFORE = 36
+    BEFORE = 37
     """Tokens before the block whose final keys the next step writes."""
-    NUMBER = 37
+    NUMBER = 38
     """Steps of the block so far; of blocks that share a span of the model, all its steps."""
-    STEP = 38
+    STEP = 39
     """Steps so far that have decided, which random keys count; by its schedule, with steps that would have decided nothing."""
-    OPEN = 39
+    OPEN = 40
     """Positions of the block where nothing is decided."""
-    WIDE = 40
+    WIDE = 41
     """Whether the next step computes the whole span."""
-    QUOTA = 41
+    QUOTA = 42
     """Tokens that the next step of the block commits at least."""
-    SINCE = 42
+    SINCE = 43
     """Steps of the block since the last one that has left fewer positions open."""
-    SAVED = 43
+    SAVED = 44
     """Of a request that decides all positions, the hash of the block's tokens (`block_hash` of `mosaic.kernels.shared.requests`)
     after an earlier step; 0: there was none."""
-    SERVED = 44
+    SERVED = 45
     """The turn in which it decided last, at first the one in which it came."""
 
 
-COLUMNS: Final = 45
+COLUMNS: Final = 46
 STOPS: Final = 4
 MARKED_STEPS: Final = 62
 RUNNING, ENDED = 1, 2

@@ -28,12 +28,13 @@ def pack_requests_kernel(
     lane = tl.arange(0, LANES)
     known = lane < count
     line = table + (first + lane) * C
-    decides, fills, start, end, keys, own_rows, own_extents, span, served = wants(line, known, group, marked)
-    key = served * LANES + lane
+    decides, fills, start, end, keys, own_rows, own_extents, span, served, own_turn = wants(line, known, group, marked)
+    decides = decides & (end - start <= tokens)
+    key = own_turn * LANES + lane
     turn = tl.max(served, 0) + 1
     # the prompt that came first, and what is kept for prompts
     oldest = tl.min(tl.where(fills, key, 0x7FFFFFFFFFFFFFFF), 0)
-    waited = turn - oldest // LANES
+    waited = turn - tl.min(tl.where(fills, own_turn, turn), 0)
     least = tl.max(tl.where(fills & (key == oldest), span, 0), 0)
     kept = tl.where((waited >= PATIENCE) & (least > 0), tl.maximum(tokens // KEPT_SHARE, least), 0)
     zero = lane.to(tl.int64) * 0
@@ -43,12 +44,12 @@ def pack_requests_kernel(
     for other in range(0, count, COMPARED):
         number = other + tl.arange(0, COMPARED)
         there = number < count
-        others, filling, its_start, its_end, _, its_rows, its_extents, _, its_turn = wants(
+        others, filling, its_start, its_end, _, its_rows, its_extents, _, _, its_turn = wants(
             table + (first + number) * C, there, group, marked
         )
         earlier = (its_turn * LANES + number)[None, :] < key[:, None]
         length = its_end - its_start
-        mine = earlier & (others & there)[None, :]
+        mine = earlier & (others & there & (length <= tokens))[None, :]
         before += tl.sum(mine.to(tl.int64), 1)
         tokens_before += tl.sum(tl.where(mine, length[None, :], 0), 1)
         rows_before += tl.sum(tl.where(mine, its_rows[None, :], 0), 1)

@@ -22,19 +22,9 @@ from mosaic.registrar.request_table import (
 )
 
 __all__ = [
-    "Wanted",
-    "alone",
-    "bits",
-    "block_hash",
-    "closes",
-    "floats",
-    "keys_of",
-    "marked",
-    "mixed",
-    "quotas",
-    "uniforms",
+    "Wanted", "alone", "bits", "block_hash", "closes", "floats", "keys_of", "marked", "mixed", "quotas", "turns", "uniforms",
     "wanted",
-]
+]  # fmt: skip
 
 Ints: TypeAlias = NDArray[np.int64]
 Words: TypeAlias = NDArray[np.uint64]
@@ -103,6 +93,11 @@ def block_hash(tokens_P: Ints, start: int) -> int:
     return int(mixed(tokens_P.view(np.uint64) ^ places).sum().view(np.int64))
 
 
+def turns(table_SC: Ints) -> Ints:
+    """Return the turn of each request by which it comes before others, [S]: the earlier the sooner."""
+    return table_SC[:, Column.SERVED] - table_SC[:, Column.PRIORITY]
+
+
 def quotas(table_SC: Ints) -> Ints:
     """Return how many tokens the next step of each request's block commits at least, [S]."""
     return table_SC[:, Column.QUOTA] + (table_SC[:, Column.NUMBER] < table_SC[:, Column.MORE])
@@ -133,25 +128,26 @@ def marked(table_SC: Ints) -> NDArray[np.bool_]:
 def wanted(table_SC: Ints) -> Wanted:
     """Return what the requests of a table ask for."""
     column = table_SC.T
-    fills, closing, wide = column[Column.WRITTEN] < column[Column.PREFIX], closes(table_SC), column[Column.WIDE] != 0
-    start, length, opened = column[Column.START], column[Column.LENGTH], column[Column.OPEN]
-    span = start - start % np.maximum(column[Column.SPAN], 1)  # rows of nobody have none
-    span_end = np.minimum(span + column[Column.SPAN], length)
-    to_end = wide | (column[Column.WINDOW] == FROM_BLOCK)
-    decides, answer = column[Column.DECIDES], start + column[Column.BLOCK] - np.maximum(start, column[Column.PROMPT])
-    rows = np.where(decides == OPEN_ONES, opened, np.minimum(quotas(table_SC), opened))
-    rows = np.where(decides == ALL_ONES, answer, rows)
-    return Wanted(
-        running=column[Column.STATE] == RUNNING,
-        fills=fills,
-        begin=np.where(fills, column[Column.WRITTEN], np.where(wide, span, start) - column[Column.BEFORE]),
-        end=np.where(
-            fills,
-            column[Column.PREFIX],
-            np.where(closing, start, np.where(to_end, span_end, start + column[Column.BLOCK])),
-        ),
-        seen=np.where(fills, 0, np.where(closing, start, span_end)),
-        rows=np.where(fills, 0, np.where(alone(table_SC), 1, rows)),
-        group=np.where(fills, 0, column[Column.GROUP]),
-        marked=~fills & marked(table_SC),
+    fills, closing = column[Column.WRITTEN] < column[Column.PREFIX], closes(table_SC)
+    start, opened = column[Column.START], column[Column.OPEN]
+    within = start % np.maximum(column[Column.SPAN], 1)  # rows of nobody have none
+    span_end = np.minimum(start - within + column[Column.SPAN], column[Column.LENGTH])
+    to_end = (column[Column.WIDE] != 0) | (column[Column.WINDOW] == FROM_BLOCK)
+    begin, end, seen = (
+        start - column[Column.WIDE] * within - column[Column.BEFORE],
+        start + column[Column.BLOCK],
+        span_end.copy(),
     )
+    end[to_end] = span_end[to_end]
+    end[closing] = seen[closing] = start[closing]
+    begin[fills], end[fills], seen[fills] = column[Column.WRITTEN, fills], column[Column.PREFIX, fills], 0
+    rows, whole = np.minimum(quotas(table_SC), opened), column[Column.DECIDES] == OPEN_ONES
+    rows[whole] = opened[whole]
+    edits = column[Column.DECIDES] == ALL_ONES
+    rows[edits] = (start + column[Column.BLOCK] - np.maximum(start, column[Column.PROMPT]))[edits]
+    rows[alone(table_SC)] = 1
+    rows[fills] = 0
+    return Wanted(
+        running=column[Column.STATE] == RUNNING, fills=fills, begin=begin, end=end, seen=seen, rows=rows,
+        group=column[Column.GROUP] * ~fills, marked=~fills & marked(table_SC),
+    )  # fmt: skip

@@ -12,10 +12,11 @@ C = tl.constexpr(COLUMNS)
 STATE, EXTENTS, PREFIX, LENGTH, BLOCK = (
     tl.constexpr(int(column)) for column in (Column.STATE, Column.EXTENTS, Column.PREFIX, Column.LENGTH, Column.BLOCK)
 )
-WINDOW, QUOTA, MORE, DECIDES, GROUP, MARKS, SPAN, SHIFTED = (
+WINDOW, QUOTA, MORE, DECIDES, GROUP, MARKS, SPAN, SHIFTED, PRIORITY = (
     tl.constexpr(int(column))
     for column in (
-        Column.WINDOW, Column.QUOTA, Column.MORE, Column.DECIDES, Column.GROUP, Column.MARKS, Column.SPAN, Column.SHIFTED
+        Column.WINDOW, Column.QUOTA, Column.MORE, Column.DECIDES, Column.GROUP, Column.MARKS, Column.SPAN, Column.SHIFTED,
+        Column.PRIORITY,
     )
 )  # fmt: skip
 WRITTEN, START, BEFORE, NUMBER, OPEN, WIDE, SERVED = (
@@ -75,7 +76,7 @@ def mark_of(line, known):
 @triton.jit
 def wants(line, known, group, marked):
     """Of rows of the table, in a step of a group, marked or not: who decides, who reads its prompt, the window, the keys it sees,
-    rows, extents, span and turn."""
+    rows, extents, span, the turn in which it was served, and the one by which it comes before others."""
     running = tl.load(line + STATE, mask=known, other=0) == RUNNING
     written, prefix = tl.load(line + WRITTEN, mask=known, other=0), tl.load(line + PREFIX, mask=known, other=0)
     start, length = tl.load(line + START, mask=known, other=0), tl.load(line + LENGTH, mask=known, other=0)
@@ -104,6 +105,7 @@ def wants(line, known, group, marked):
         extents,
         span,
         served,
+        served - tl.load(line + PRIORITY, mask=known, other=0),
     )
 
 
