@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mosaic.models.parts import CANVAS, HELD_EXTENTS, KV, REQUESTS
+from mosaic.models.parts import CANVAS, HELD_EXTENTS, KV, REQUESTS, TABLED
 from mosaic.models.parts.cut import COUNT
 from mosaic.models.step import MOST_DOUBLED, StepSize, rounded_states
 from mosaic.registrar.operators.read_canvas import OPEN
@@ -188,6 +188,8 @@ class RequestTable:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        for state in TABLED.states:
+            engine.table(state)  # which may hold rows for steps alone: memory of those goes back when it is needed
         self._own: OwnedRows = engine.table(REQUESTS).open("a session")
         self.columns = np.zeros((ROWS, COLUMNS), dtype=np.int64)
         self.steps = np.zeros(ROWS, dtype=np.int64)
