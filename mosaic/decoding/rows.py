@@ -1,7 +1,6 @@
 """A request as a row of a table on the device: what an algorithm says of it, and its columns.
 
-An algorithm whose steps follow from a few numbers describes its requests so (`Algorithm.row`). Others, and requests with policies,
-are generators on the host.
+An algorithm whose steps follow from a few numbers describes its requests so (`Algorithm.row`). Others are generators on the host.
 """
 
 from __future__ import annotations
