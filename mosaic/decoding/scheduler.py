@@ -106,8 +106,9 @@ class Scheduler:
     def room_in(self, rows: Sequence[TableRow], more: Mapping[State, int]) -> int | None:
         """Return in how many steps at most these fit, unless others come before; None if they may never, or nobody can say.
 
-        If live requests decide by blocks in steps that are not cut, each step of their group serves all; otherwise one at least.
-        From `PATIENCE` steps after a prompt came, each step writes keys of a span of it.
+        Each step serves one at least. Among requests of one priority, those before the last one to go have had their turn by then;
+        if they decide by blocks in steps that are not cut, each step of their group serves all. From `PATIENCE` steps after a
+        prompt came, each step writes keys of a span of it.
         """
         live = sorted([self._left(place) for place in self._live.nonzero()[0].tolist()])
         requests = [self._requests[place] for _, _, place in live]
@@ -125,7 +126,10 @@ class Scheduler:
         )
         steps = live[count - 1][0] * (1 if all_at_once else len(live)) if count else 0
         spans = [left for _, left, _ in live if left]
-        return AHEAD + len(self._groups) * (steps + sum(spans) + PATIENCE * len(spans))
+        of_all = sum(steps + left for steps, left, _ in live)
+        if np.ptp(self._table.columns[self._live, Column.PRIORITY]):
+            return AHEAD + of_all
+        return AHEAD + min(of_all, len(self._groups) * (steps + sum(spans) + PATIENCE * len(spans)))
 
     def _left(self, place: int) -> tuple[int, int, int]:
         """Steps that a request takes at most from its prompt on, spans of that whose keys are not written, and its row of the
@@ -294,7 +298,8 @@ class Scheduler:
         """Launch a step, unless all are expected to have ended by then."""
         with interrupts_held():
             while self._waiting and (not self._table.is_full or self._grow()):
-                request = self._waiting.popleft()
+                request = min(self._waiting, key=lambda one: one.waiting_since)
+                self._waiting.remove(request)
                 request.enter()
                 self._placed(request)
         columns = self._expected()

@@ -12,6 +12,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from math import inf
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
@@ -37,6 +39,7 @@ from mosaic.runtime.range_pool import ClosesOnExit
 from mosaic.runtime.request_table import RequestTable
 
 if TYPE_CHECKING:
+    from mosaic.decoding.live import Early
     from mosaic.models.state import State
     from mosaic.runtime.steps import StepResult, StepRunner
 
@@ -112,6 +115,7 @@ class Session(ClosesOnExit):
         self._untold = Steps()  # of calls of `advance` that raised
         self._submitted = self._turns = 0
         self._closed = self._giving = False
+        self._deadlines, self._soonest = dict[LiveRequest, float](), inf
         self._read: Tokenizer | None = None
         with runner.exclusive():
             self._shared = runner.sharing()
@@ -215,6 +219,8 @@ class Session(ClosesOnExit):
         request_id: int | None = None,
         streamer: Streamer | None = None,
         on_step: OnStep | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
         **options: Any,
     ) -> LiveRequest:
         """Add a request, described as in `Submission`; `options` are fields of its config by name. Nothing runs before `advance`.
@@ -229,7 +235,10 @@ class Session(ClosesOnExit):
             If a future step would not fit the budget beside what is live.
         """
         chosen = with_options(config, options)
-        submission = Submission(prompt=prompt, config=chosen, request_id=request_id, streamer=streamer, on_step=on_step)
+        submission = Submission(
+            prompt=prompt, config=chosen, request_id=request_id, streamer=streamer, on_step=on_step, priority=priority,
+            deadline_s=deadline_s,
+        )  # fmt: skip
         return self.submit_all([submission])[0]
 
     def submit_all(self, submissions: Sequence[Submission]) -> list[LiveRequest]:
@@ -364,13 +373,16 @@ class Session(ClosesOnExit):
         else:
             request = LiveRequest(self._submitted, described.submission, canvas, described.largest, decode)
         self._submitted += 1
-        request.waiting_since = self._turns
+        request.wait(self._turns)
         return request
 
     def _start(self, request: LiveRequest) -> None:
         """Take the request's rows and let it ask for its first step."""
         self._given.add(request)
         self._live[request] = None
+        if request.deadline_s is not None:
+            self._deadlines[request] = monotonic() + request.deadline_s
+            self._soonest = min(self._soonest, self._deadlines[request])
         if not isinstance(request, TabledRequest):
             self._shared.add(request, request.largest)
         request.begin()
@@ -386,11 +398,12 @@ class Session(ClosesOnExit):
         if self._scheduler is not None and isinstance(request, TabledRequest):
             self._scheduler.forget(request)
         self._shared.remove(request)
+        self._deadlines.pop(request, None)
         del self._live[request]
         return True
 
     def advance(self, steps: int = 1) -> Steps:
-        """Run up to `steps` steps, each for the group that has waited longest.
+        """Run up to `steps` steps, each for the group that has waited longest. Before each, requests end whose deadline has passed.
 
         If a callback raises, its request goes on with the next call. If an algorithm raises, its request ends as "failed". The
         next call returns what steps did before an error.
@@ -414,6 +427,7 @@ class Session(ClosesOnExit):
                 with interrupts_held(), self._runner.exclusive():
                     if self._giving:
                         raise UsageError("a callback cannot advance its session: return, and advance it from outside.")
+                    self._expire()
                     scheduler, tabled = self._scheduler, self._next_is_tabled()
                     served = None
                     with interrupts_let_through():
@@ -440,6 +454,18 @@ class Session(ClosesOnExit):
             self._untold.add(done)
             raise
         return done
+
+    def _expire(self) -> None:
+        """End the requests whose deadline has passed, all of them where a streamer raises too."""
+        if not self._deadlines or (now := monotonic()) < self._soonest:
+            return
+        self._giving = True
+        try:
+            with ExitStack() as ending:
+                for request in [request for request, at in reversed(self._deadlines.items()) if at <= now]:
+                    ending.callback(self._end, request, "expired")
+        finally:
+            self._giving, self._soonest = False, min(self._deadlines.values(), default=inf)
 
     def _next_is_tabled(self) -> bool:
         """Whether the table has the next step: it and the others take turns."""
@@ -477,7 +503,7 @@ class Session(ClosesOnExit):
         for request, result in zip(group, results, strict=True):
             if request.generation is not None:
                 continue
-            request.waiting_since = self._turns
+            request.wait(self._turns)
             try:
                 with interrupts_held():
                     mine.append(request.take(result))
@@ -502,8 +528,11 @@ class Session(ClosesOnExit):
                 raise UsageError(f"cancel: expected a request, as `submit` returns it, got {type(request).__name__}.")
             if request not in self._given:
                 raise UsageError(f"cancel: request {request.number} is of another session; cancel it there.")
-            if self._forget(request) and request.generation is None:
-                request.end("cancelled")
+            self._end(request, "cancelled")
+
+    def _end(self, request: LiveRequest, how: Early) -> None:
+        if self._forget(request) and request.generation is None:
+            request.end(how)
 
     def close(self) -> None:
         """Cancel what is live, all of it where a streamer raises too. Closing twice is fine."""
