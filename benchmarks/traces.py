@@ -288,7 +288,7 @@ class Replay:
         """The outcome with as many of the kept rows decided, the first ones, as the trace says; tokens differ from row to row."""
         wanted, tokens = asked.rows.numpy(), asked.token_ids.numel()
         rows = len(wanted)
-        here = result.array(KEPT).nonzero()[0] if KEPT in result.values else np.arange(rows)
+        here = result.values[KEPT].numpy().nonzero()[0] if KEPT in result.values else np.arange(rows)
         self._count(tokens, len(here), result.values.get(COUNT))
         if wanted[0] == tokens:  # row i-1 predicts position i: the step commits a block, and decides what follows it
             script.decided_first()
@@ -304,12 +304,10 @@ class Replay:
         taken[here[: script.take(rows, tokens - again - rows + kept, len(here))]] = True
         chosen = (wanted * _PRIME + (canvas.step * _PRIME + canvas.request)) % canvas.architecture.mask_token_id
         token = torch.from_numpy(chosen)
-        forced = StepResult(
+        return StepResult(
             token=token, score=result.score, committed=torch.from_numpy(taken), chosen=token, plan=result.plan,
             seconds=result.seconds, values=result.values,
         )  # fmt: skip
-        same = [(name, result.array(name)) for name in ("score", KEPT) if name == "score" or name in result.values]
-        return forced.hold([("committed", taken), ("chosen", chosen), *same])
 
     def _count(self, tokens: int, decided: int, kept: Tensor | None) -> None:
         """Count the rows that a step computed; a step of two graphs reports its kept rows once, to all its requests."""

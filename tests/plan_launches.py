@@ -146,7 +146,7 @@ LAUNCHES = [
     Launch("replace_rows", "y:f6 x:f6 chosen:u6", "y", sliced="y x chosen"),
     Launch("resume_rows", "chosen:l6 bounds:i3 positions:i6 rows:l5 cu_rows:i3",
            "kept:l4 kept_positions:i4 cu_seqlens:i3 decided:l2 asked:l2 cu_decided:i3 place:i5 count:i1",
-           attrs={"size": 4, "most": 2, "partly": True}, optional="size most partly"),
+           attrs={"size": 4, "most": 2}, optional="size most"),
     Launch("reuse_requests", "table:l5,40 row:l2", "kept_row:l2 prefix:i2 refreshed:i2", attrs={"own": 25, "steps": 4},
            optional="steps"),
     Launch("rms_norm", "x:f6,4 weight:f4", "y:f6,4", 4 * 6 * 4, {"eps": 1e-6}, free="weight", inplace="y/x", sliced="x y"),
@@ -194,7 +194,7 @@ LAUNCHES = [
     Launch("unembed_stats", "x:f6,4 weight:f9,4", STATISTICS, 2 * 6 * 4 * 9, free="x weight",
            sliced="x token maximum second logsumexp entropy"),
     Launch("write_canvas", "token:l6 rows:l6 canvas:l9 taken:u6", "canvas", moved="token rows token taken", loose="canvas",
-           optional="taken", sliced="token rows taken"),
+           sliced="token rows taken"),
     Launch("zeros", "", "y:i7", attrs={"count": 7}),
 ]  # fmt: skip
 

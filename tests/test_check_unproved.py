@@ -182,7 +182,7 @@ SILENT_OF = {  # attributes that neither a shape nor FLOPs nor bytes tell
     "read_canvas": "open_id", "moe_route": "normalize, scoring, groups, top_groups, scale",
     "rms_norm": "eps", "rotary": "head_size, factor", "rotary_store": "layer, head_size, eps, factor",
     "norm_gate_up": "eps", "norm_qkv": "eps",
-    "resume_rows": "partly", "reuse_requests": "own, steps", "select_requests": "own, carried, answer",
+    "reuse_requests": "own, steps", "select_requests": "own, carried, answer",
     "row_score": "kind", "transfer": "rule, mask_id",
 }  # fmt: skip
 

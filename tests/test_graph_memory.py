@@ -194,6 +194,23 @@ def test_a_driver_that_keeps_memory_of_graphs_that_went_has_it_counted(seed: int
         assert most_kept == min(engine.bound // (engine.sizes[0] * UNIT), len(set(engine.order)))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_driver_that_keeps_more_than_there_is_room_for_costs_no_other_graphs(seed: int) -> None:
+    """Graphs of several sizes: those that have room together stay, once they are captured, whatever came before."""
+    engine = Engine(seed, keeps=True)
+    engine.sizes = [engine.rng.randint(2, 4) for _ in range(12)]
+    for _ in range(60):
+        engine.begin()
+        engine.ask(engine.rng.randrange(len(engine.sizes)))
+        assert engine.device.driver.used_bytes <= max(engine.bound, 0) + max(engine.sizes) * UNIT
+    few = engine.rng.sample(range(12), min(engine.bound // (5 * UNIT), 12))
+    for _ in range(3):
+        for key in few:
+            engine.begin()
+            engine.ask(key)
+    assert engine.kept.issuperset(few)
+
+
 class Both:
     def __init__(self, *graphs: Any) -> None:
         self._graphs = graphs

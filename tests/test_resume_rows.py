@@ -39,8 +39,7 @@ def drawn(seed: int) -> tuple[Case, dict[str, list[int]]]:
         bounds.append(len(kept))
         ends.append(len(rows))
     size = max(len(kept) + rng.choice([0, 0, 3, -1 - len(kept) // 2]), 1)
-    partly = rng.random() < 0.5
-    held = max(end for end in bounds if end <= size) if partly or len(kept) <= size else 0
+    held = max(end for end in bounds if end <= size)
     listed = kept + [rng.randrange(start) for _ in range(size)]
     positions = [rng.randrange(1000) for _ in range(start)]
     asked = [row for row, token in enumerate(rows) if token in kept[:held]]
@@ -67,7 +66,7 @@ def drawn(seed: int) -> tuple[Case, dict[str, list[int]]]:
         name: torch.empty(len(values), dtype=torch.int64 if name in ("kept", "decided", "asked") else I32)
         for name, values in expected.items()
     }
-    return Case("resume_rows", given, outputs, {"size": size, "most": most, "partly": partly}), expected
+    return Case("resume_rows", given, outputs, {"size": size, "most": most}), expected
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -57,7 +57,7 @@ WAYS: Mapping[str, list[dict[str, Any]]] = {
         {**_BY_BLOCKS[0], "temperature": 0.8, "top_p": 0.9},
         {"gen_length": 8, "remasking": "sequential", "temperature": 0.8},
     ],
-    "llada2": _BY_BLOCKS,
+    "llada2": [*_BY_BLOCKS, {**_BY_BLOCKS[0], "temperature": 0.8}],
     "fast-dllm-v2": [{"gen_length": 16, "threshold": 0.4}, {"gen_length": 16, "threshold": 0.4, "cache": "dual"}],
 }
 LENGTHS = (3, 9, 22)

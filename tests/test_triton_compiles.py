@@ -179,8 +179,7 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
             yield "transfer", {**of_rows, **bounds, **edit, "rule": rule, "mask_id": 126336}
     yield "confidence", {"maximum": logsum, "logsumexp": logsum, "y": logsum}
     yield "read_canvas", {"canvas": some, "rows": some, "y": some, "open_id": 3}
-    for taken in ({}, {"taken": empty(rows, dtype=torch.uint8)}):
-        yield "write_canvas", {"token": some, "rows": some, "canvas": some, **taken}
+    yield "write_canvas", {"token": some, "rows": some, "canvas": some, "taken": empty(rows, dtype=torch.uint8)}
     sequences, table = empty(64, dtype=torch.int32), {"table": empty(1024, COLUMNS, dtype=index)}  # the most requests
     bounds = {name: empty(65, dtype=torch.int32) for name in ("cu_seqlens", "cu_rows", "cu_extents")}
     packed = {"row": empty(64, dtype=index), "begin": sequences, **bounds}
@@ -230,7 +229,6 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
         "count": empty(1, dtype=torch.int32)
     }
     yield "resume_rows", {**bounds, **numbers, **of_kept}
-    yield "resume_rows", {**bounds, **numbers, **of_kept, "partly": True}
     block = {"first": empty(64, dtype=torch.int32), "listed": empty(64, 32, dtype=torch.int32)}
     batch = {name: empty(65, dtype=torch.int32) for name in ("cu_extents", "cu_seqlens")}
     of_batch = {**block, **batch, "kv": kv, "extents": where["extents"], "votes": empty(rows, dtype=torch.uint8)}

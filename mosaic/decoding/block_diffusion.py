@@ -79,7 +79,7 @@ def _denoise_block(canvas: Canvas, blocks: Blocks, start: int, quotas: list[int]
     if unwritten and not blocks.within:
         yield blocks.ask(canvas, blocks.writing(first, start))
         first = start
-    masked = canvas.open_array(start, end)
+    masked = canvas.open_rows(start, end)
     for number, quota in enumerate(chain(quotas, repeat(quotas[-1]))):
         positions = masked[:quota] if config.remasking == "sequential" else masked
         step = blocks.step(start, number, (first, end))
@@ -88,7 +88,7 @@ def _denoise_block(canvas: Canvas, blocks: Blocks, start: int, quotas: list[int]
         )
         blocks.take(canvas, step, result)
         first = start
-        masked = canvas.open_array(start, end)
+        masked = canvas.open_rows(start, end)
         if canvas.finished or not len(masked):
             return
 

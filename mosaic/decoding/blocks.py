@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
-from mosaic.decoding.canvas import COMMIT, Canvas, Positions, as_array, whole_blocks
+from mosaic.decoding.canvas import COMMIT, Canvas, whole_blocks
 from mosaic.decoding.config import GenerationConfig
 from mosaic.models.parts import KEPT
 from mosaic.models.parts.ringed import Ringed
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Blocks"]
 
-NOTHING: Final[NDArray[np.int64]] = np.empty(0, dtype=np.int64)
+NOTHING: Final = torch.empty(0, dtype=torch.int64)
 
 
 class Blocks:
@@ -102,9 +102,9 @@ class Blocks:
         window = (self.prefix, self.prefix + self.block)
         return [*dict.fromkeys(self.step(self.prefix, number, window).phase for number in range(self.steps))]
 
-    def ask(self, canvas: Canvas, step: BlockStep, positions: Positions = NOTHING, **given: Any) -> StepRequest:
+    def ask(self, canvas: Canvas, step: BlockStep, positions: Tensor = NOTHING, **given: Any) -> StepRequest:
         """Make the request for a step that decides some positions; `given` as for `Canvas.ask`."""
-        step.positions = as_array(positions)
+        step.positions = positions.numpy()
         for policy in self._policies:
             policy.tell(step, canvas)
         return canvas.ask(
@@ -121,4 +121,4 @@ class Blocks:
         """Take an outcome into the canvas; policies note it unless the step wrote final keys."""
         for policy in () if step.writes else self._policies:
             policy.take(step, canvas, result)
-        canvas.take(step.positions, result)
+        canvas.take(torch.from_numpy(step.positions), result)

@@ -32,11 +32,9 @@ __all__ = [
     "COMMIT",
     "Canvas",
     "Decision",
-    "Positions",
     "Sampling",
     "Shapes",
     "Steps",
-    "as_array",
     "cached_shape",
     "whole_blocks",
 ]
@@ -44,8 +42,6 @@ __all__ = [
 Steps: TypeAlias = Generator[StepRequest, StepResult, None]
 Shapes: TypeAlias = Sequence[StepSize | None]
 """The largest steps of one request; entry i of all requests of a batch is packed together."""
-Positions: TypeAlias = Tensor | NDArray[np.int64]
-"""int64 [M], on the host."""
 COMMIT: Final = Phase(cache=KEPT, head=NO_HEAD)
 """Fill the cache, nothing else; a long one is a prefill."""
 
@@ -178,11 +174,7 @@ class Canvas:
 
     def open_rows(self, start: int, end: int) -> Tensor:
         """Return the positions in [start, end) that are still to be decided, int64."""
-        return torch.from_numpy(self.open_array(start, end))
-
-    def open_array(self, start: int, end: int) -> NDArray[np.int64]:
-        """Return the same as a NumPy array."""
-        return self.mask_array[start:end].nonzero()[0] + start
+        return torch.from_numpy(self.mask_array[start:end].nonzero()[0] + start)
 
     @property
     def final(self) -> int:
@@ -264,7 +256,7 @@ class Canvas:
     def ask(
         self,
         phase: Phase,
-        positions: Positions,
+        positions: Tensor,
         *,
         window: tuple[int, int],
         places: NDArray[np.int64] | None = None,
@@ -278,7 +270,7 @@ class Canvas:
         or as many as the window's end. The position just past the window may be decided too where row i-1 predicts position i.
         """
         start, end = window
-        own, wanted = self.token_array, as_array(positions)
+        own, wanted = self.token_array, positions.numpy()
         if places is None:
             tokens, found = own[start:end].copy(), wanted - start
         else:
@@ -308,11 +300,11 @@ class Canvas:
         """Make the request that writes keys and values of [start, end), a prefill or the commit of a block; as `ask`."""
         return self.ask(phase, torch.empty(0, dtype=torch.int64), window=(start, end), **given)
 
-    def take(self, positions: Positions, result: StepResult) -> None:
+    def take(self, positions: Tensor, result: StepResult) -> None:
         """Write what a step committed of the positions that it decides."""
-        rows = result.array("committed").nonzero()[0]
-        taken = as_array(positions)[rows]
-        tokens, scores = result.array("chosen")[rows], result.array("score")[rows]
+        rows = result.committed.numpy().nonzero()[0]
+        taken = positions.numpy()[rows]
+        tokens, scores = result.chosen.numpy()[rows], result.score.numpy()[rows]
         self.token_array[taken] = tokens
         self.mask_array[taken] = False
         self.confidence_array[taken] = scores
@@ -320,11 +312,6 @@ class Canvas:
             positions=torch.from_numpy(taken), token_ids=torch.from_numpy(tokens), confidence=torch.from_numpy(scores)
         )
         self.step += 1
-
-
-def as_array(positions: Positions) -> NDArray[np.int64]:
-    """Return positions as a NumPy array of the same memory."""
-    return positions if isinstance(positions, np.ndarray) else positions.numpy()
 
 
 def cached_shape(phase: Phase, tokens: int, key_len: int, rows: int = 0) -> StepSize | None:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from mosaic.decoding.noise import key_of
 from mosaic.kernels.shared.requests import bits
 from mosaic.models.parts import CANVAS, HELD_EXTENTS, KEPT, KV, REQUESTS, TABLED, CachePolicy, Commit, Cut, Head
-from mosaic.models.parts.table import own_column, own_states
 from mosaic.models.phase import Phase
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import BY_BLOCKS, CANVAS_LONG, COLUMNS, OPEN_ONES, STOPS, Column
@@ -110,7 +109,7 @@ def _phase(cache: CachePolicy, cut: Cut | None, head: Head, commit: Commit) -> P
 def demand_of(row: TableRow, holes: int) -> dict[State, int]:
     """Return the rows of each state that a request takes; its keys, if it keeps any, lie in an extent more than there are holes,
     at most."""
-    own = dict.fromkeys(own_states(row.phase), 1)
+    own = dict.fromkeys(row.phase.own_states, 1)
     keys = {KV: row.length, HELD_EXTENTS: holes + 1} if row.phase.cached else {}
     return {CANVAS: row.length, **keys, **own}
 
@@ -133,6 +132,6 @@ def columns_of(row: TableRow, canvas: Canvas, group: int, priority: int) -> tupl
     }  # fmt: skip
     column[[int(key) for key in given]] = list(given.values())
     column[Column.STOP : Column.STOP + STOPS] = stops[:STOPS]
-    for state in own_states(row.phase):
-        column[own_column(row.phase, state)] = cast("OwnedRows", canvas.rows_of(state)).runs(0, 1)[0][0]
+    for state in row.phase.own_states:
+        column[row.phase.own_column(state)] = cast("OwnedRows", canvas.rows_of(state)).runs(0, 1)[0][0]
     return column, tokens

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Session"]
 
+LEFT_OUT: Final = (
+    "request %d: eviction left out: by the plans it saves no time with %d a step; expect more to evict (requests=64)"
+)
 _log = logging.getLogger(__name__)
 
 
@@ -120,10 +123,8 @@ class Session(ClosesOnExit):
         with runner.exclusive():
             self._shared = runner.sharing()
             self._table: RequestTable | None = getattr(runner, "request_table", lambda: None)()
-        self._scheduler = (
-            None if self._table is None else Scheduler(runner, self._table, max_num_batched_tokens, max_delay_ms)
-        )
-        self._shared.table = self._scheduler
+        limits = max_num_batched_tokens, max_delay_ms
+        self._scheduler = self._shared.table = None if self._table is None else Scheduler(runner, self._table, *limits)
         self._tabled_last = False
 
     @property
@@ -277,11 +278,7 @@ class Session(ClosesOnExit):
             one = self._of_options(submission, number, prompt, config)
             expected = expected_step(config, one.largest)
             if expected is not None and not self._runner.pays(expected):
-                _log.warning(
-                    "request %d: eviction left out: by the plans it saves no time with %d a step; expect more to evict "
-                    "(requests=64)",
-                    number, len(expected.windows),
-                )  # fmt: skip
+                _log.warning(LEFT_OUT, number, len(expected.windows))
                 one = self._of_options(submission, number, prompt, resolve(uncut(submission.config), arch))
             found.append(one)
         return found
@@ -291,11 +288,8 @@ class Session(ClosesOnExit):
         arch, tokens = self._runner.architecture, prompt.numel()
         row = None if self._table is None else table_row(config, arch, tokens)
         if row is not None and self._table is not None:
-            demand, asks = (
-                demand_of(row, self._table.holes),
-                row.cut is not None and row.cut.expects,
-            )  # whether a cut pays
-            largest = largest_steps(config, arch, tokens, number) if asks else []
+            demand, pays = demand_of(row, self._table.holes), row.cut is None or not row.cut.expects
+            largest = [] if pays else largest_steps(config, arch, tokens, number)
             return _Described(submission, number, prompt, config, row.length, demand, largest, row)
         largest, length = largest_steps(config, arch, tokens, number), canvas_length(config, arch, tokens)
         return _Described(submission, number, prompt, config, length, most_rows(largest), largest)
@@ -303,10 +297,9 @@ class Session(ClosesOnExit):
     def _tokenizer(self) -> Tokenizer:
         """The tokenizer of the model's directory, read once."""
         if self._read is None:
-            described = getattr(self._runner, "model", None)
-            path = getattr(described, "path", None)
+            model = getattr(self._runner, "model", None)
+            path, name = getattr(model, "path", None), getattr(model, "name", "the model")
             if path is None:
-                name = getattr(described, "name", "the model")
                 raise UsageError(
                     f"{name} has no checkpoint directory, thus no tokenizer: give token ids instead of text."
                 )
@@ -355,14 +348,9 @@ class Session(ClosesOnExit):
     def _made(self, described: _Described) -> LiveRequest:
         """Make a live request that has asked for no step yet."""
         canvas = Canvas(
-            prompt=described.prompt.to("cpu", torch.int64),
-            config=described.config,
-            architecture=self._runner.architecture,
-            request=described.number,
-            length=described.length,
-            demand=described.demand,
-            open_state=self._runner.open_rows,
-        )
+            prompt=described.prompt.to("cpu", torch.int64), config=described.config, architecture=self._runner.architecture,
+            request=described.number, length=described.length, demand=described.demand, open_state=self._runner.open_rows,
+        )  # fmt: skip
         decode = self._tokenizer().decode if is_text(described.submission.prompt) else None
         request: LiveRequest
         if described.row is not None and self._table is not None and self._scheduler is not None:
@@ -428,20 +416,17 @@ class Session(ClosesOnExit):
                     if self._giving:
                         raise UsageError("a callback cannot advance its session: return, and advance it from outside.")
                     self._expire()
-                    scheduler, tabled = self._scheduler, self._next_is_tabled()
-                    served = None
+                    scheduler = self._scheduler if self._next_is_tabled() else None
                     with interrupts_let_through():
-                        if scheduler is not None and tabled:
-                            served = scheduler.step()
-                        else:
-                            group = next_group(self._live, self._runner.architecture)
-                            results = self._runner.step(asked_by(group)) if group else []
+                        served = None if scheduler is None else scheduler.step()
+                        group = [] if served is not None else next_group(self._live, self._runner.architecture)
+                        results = self._runner.step(asked_by(group)) if group else []
                     if served is None and not group:
                         break
-                    if scheduler is not None and served is not None:
+                    if scheduler is not None:
                         scheduler.taken()
                     self._turns += 1
-                    self._giving, self._tabled_last = True, tabled
+                    self._giving, self._tabled_last = True, scheduler is not None
                     try:
                         if served is None:
                             self._give(group, results, done)

@@ -12,7 +12,7 @@ from torch import Tensor
 def launch(
     *, chosen: Tensor, bounds: Tensor, positions: Tensor, rows: Tensor, cu_rows: Tensor, kept: Tensor,
     kept_positions: Tensor, cu_seqlens: Tensor, decided: Tensor, asked: Tensor, cu_decided: Tensor, place: Tensor,
-    count: Tensor, size: int = 0, most: int = 0, partly: bool = False, scratch: Tensor | None = None,
+    count: Tensor, size: int = 0, most: int = 0, scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write all outputs; bounds and rows are read on the host."""
     kept.copy_(chosen[: kept.numel()])
@@ -23,7 +23,7 @@ def launch(
     total = int(bounds[-1])
     count.fill_(total)
     if total > kept.numel():
-        total = max(end for end in bounds.tolist() if end <= kept.numel()) if partly else 0
+        total = max(end for end in bounds.tolist() if end <= kept.numel())
     torch.clamp(bounds, max=total, out=cu_seqlens)
     places, wanted, found = {token: i for i, token in enumerate(kept[:total].tolist())}, rows.tolist(), 0
     of_kept, of_asked, of_rows, ends = (out.numpy() for out in (decided, asked, place, cu_decided))
@@ -36,19 +36,11 @@ def launch(
 
 
 def reference(
-    *,
-    chosen: Tensor,
-    bounds: Tensor,
-    positions: Tensor,
-    rows: Tensor,
-    cu_rows: Tensor,
-    size: int,
-    most: int,
-    partly: bool = False,
-) -> dict[str, Tensor]:  # fmt: skip
+    *, chosen: Tensor, bounds: Tensor, positions: Tensor, rows: Tensor, cu_rows: Tensor, size: int, most: int
+) -> dict[str, Tensor]:
     """Return all outputs in plain PyTorch, a row at a time."""
     count, kept = bounds[-1:].clone(), chosen[:size]
-    held = int(bounds[bounds <= size].max()) if partly or int(count) <= size else 0
+    held = int(bounds[bounds <= size].max())
     place = torch.full(rows.shape, -1, dtype=torch.int32)
     decided, asked = (torch.zeros(most, dtype=torch.int64) for _ in range(2))
     found = 0

@@ -9,16 +9,13 @@ from torch import Tensor
 from mosaic.kernels.shared.binding import Run, launcher
 
 
-def bind(
-    *, token: Tensor, rows: Tensor, canvas: Tensor, taken: Tensor | None = None, scratch: Tensor | None = None
-) -> Run:
+def bind(*, token: Tensor, rows: Tensor, canvas: Tensor, taken: Tensor, scratch: Tensor | None = None) -> Run:
     """Update canvas."""
-    kept, places, given = canvas.numpy(), rows.numpy(), token.numpy()
-    flags = None if taken is None else taken.numpy()
+    kept, places, given, flags = (operand.numpy() for operand in (canvas, rows, token, taken))
 
     def run() -> None:
         for i, row in enumerate(places):
-            if 0 <= row < len(kept) and (flags is None or flags[i]):
+            if 0 <= row < len(kept) and flags[i]:
                 kept[row] = given[i]
 
     return run
@@ -27,11 +24,9 @@ def bind(
 launch = launcher(bind)
 
 
-def reference(*, token: Tensor, rows: Tensor, canvas: Tensor, taken: Tensor | None = None) -> Tensor:
+def reference(*, token: Tensor, rows: Tensor, canvas: Tensor, taken: Tensor) -> Tensor:
     """Return canvas after the update, in plain PyTorch."""
-    written = (rows >= 0) & (rows < canvas.shape[0])
-    if taken is not None:
-        written &= taken != 0
+    written = (rows >= 0) & (rows < canvas.shape[0]) & (taken != 0)
     after = canvas.clone()
     after[rows[written]] = token[written]
     return after

@@ -101,7 +101,7 @@ class Suffix:
         g.add_op(
             "resume_rows", _rows(step), _bounds(step), *map(self._first, ("positions", "rows", ROW_BOUNDS.name)),
             out=(*found, g.output(PLACE, (g.dim("masked"),), "int32"), g.output(COUNT, (1,), "int32")), size=step.tokens,
-            most=rows, partly=step.phase.tokens.alone,
+            most=rows,
         )  # fmt: skip
         return found
 

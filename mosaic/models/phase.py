@@ -9,13 +9,26 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from mosaic.errors import UsageError
 from mosaic.models.inputs import ROW_BOUNDS, Input
-from mosaic.models.parts import STATISTICS, WHOLE, CachePolicy, CommitRule, Cut, Guidance, Head, Part, ReturnedLogits
+from mosaic.models.parts import (
+    KV,
+    STATISTICS,
+    TABLED,
+    WHOLE,
+    CachePolicy,
+    CommitRule,
+    Cut,
+    Guidance,
+    Head,
+    Part,
+    ReturnedLogits,
+)
 from mosaic.models.parts.cut import COUNT, KEPT_DIM
 from mosaic.models.parts.heads import NOISE
 from mosaic.models.parts.part import ResultPer
 from mosaic.models.parts.windows import WINDOWS, Windows
 from mosaic.models.state import State
 from mosaic.registrar.bucketed import BucketedStep
+from mosaic.registrar.request_table import Column
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
@@ -103,6 +116,15 @@ class Phase:
     def states(self) -> tuple[State, ...]:
         """The distinct states of its parts."""
         return tuple(dict.fromkeys(state for part in self.parts for state in part.states))
+
+    @cached_property
+    def own_states(self) -> tuple[State, ...]:
+        """The states that the policies of a table's requests have brought."""
+        return tuple([state for state in self.states if state not in (KV, *TABLED.states)])
+
+    def own_column(self, state: State) -> int:
+        """Return the column of a table that has a request's row of one of these."""
+        return Column.OWN + self.own_states.index(state)
 
     @cached_property
     def noisy(self) -> bool:

@@ -7,12 +7,11 @@ decide, C rows of a chunk, R rows of a state, W its width, D hidden.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.inputs import StepInputs
-    from mosaic.models.phase import Phase
     from mosaic.models.residency import Hidden, Residency
     from mosaic.models.rotary import Rotary
     from mosaic.models.state import State
@@ -51,7 +50,7 @@ class StepGraph(Protocol):
 
     g: Graph
     arch: Architecture
-    phase: Phase
+    phase: Any
     inputs: StepInputs
     tokens: Polynomial
     seqs: Polynomial
@@ -108,7 +107,7 @@ class Ending(Protocol):
 
     g: Graph
     arch: Architecture
-    phase: Phase
+    phase: Any
     inputs: StepInputs
     masked: Polynomial
     cu_seqlens: Buffer

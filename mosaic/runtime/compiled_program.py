@@ -322,9 +322,6 @@ class _GivenStep(PackedStep):
         for name, view in executor.inputs.items():
             view.copy_(self.inputs[name])
 
-    def prepare(self, executor: Executor) -> None:
-        """Do nothing: `write` copies the inputs."""
-
 
 def _require_known(given: Iterable[str], known: Collection[str]) -> None:
     for name in given:

@@ -18,7 +18,7 @@ from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.units import MIB, format_bytes
 
-GRAPH_BYTES: Final = 256 * MIB
+GRAPH_BYTES: Final = 1024 * MIB
 """The most that captured graphs of a model take, if the budget has it free."""
 
 
@@ -81,7 +81,7 @@ class GraphMemory:
         self._make_room, self._most, self._reserved = make_room, most_bytes, reserved_bytes
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
         self._in_use: set[Hashable] = set()
-        self._held = self._charged = 0
+        self._held = self._charged = self._largest = 0
 
     @property
     def held_bytes(self) -> int:
@@ -129,13 +129,15 @@ class GraphMemory:
             graph.replay()
             more = max(before - self._free_bytes(), 0)
             # a driver may have kept memory of dropped graphs, for later ones
-            again = min(self._held - self._taken(), max(usual - more, 0))
+            self._largest = max(self._largest, more)
+            again = min(self._held - self._taken(), self._largest - more)
             self._held += more
             self._kept[key] = _Kept(graph, more + again)
             self._in_use.add(key)
             del graph
-            self._drop_while(lambda: self._held > room)
-            fits = self._held <= room
+            if more:
+                self._shrink(room)
+            fits = self._held <= room or not more  # what lies in kept memory takes none from others
             if not fits:
                 self._give_back(key)
             self._charge(min(self._held, room))
@@ -181,6 +183,15 @@ class GraphMemory:
         while idle and lacks_room():
             self._give_back(idle.pop(0))
         self._charge(min(self._held, self._charged))
+
+    def _shrink(self, room: int) -> None:
+        """Drop graphs that are not in use until no more than `room` is held, or the driver keeps the memory of one that goes."""
+        before = self._held + 1
+        for key in [key for key in self._kept if key not in self._in_use]:
+            if not room < self._held < before:
+                break
+            before = self._held
+            self._give_back(key)
 
     def _give_back(self, key: Hashable) -> None:
         """Drop one graph after draining the device, and measure what the driver frees."""

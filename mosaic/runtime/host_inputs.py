@@ -115,13 +115,14 @@ class HostInputs:
         On a device the copy goes to the current stream; values that are already on the device are copied after it. The
         mapping of the last call is not read again: its values must not change.
         """
-        self.fill(values)
-        self._send()
+        self._fill(values)
+        if self._link is not None and self._images:
+            self._sent = self._link.send(self._images)
         for name, value in (self._there if self._images else values).items():
             fill_rows(self.views[name], _tensor(value))
 
-    def fill(self, values: Mapping[str, Tensor | Numbers]) -> None:
-        """Write the values of the host into the pinned images, if there are any; the device's memory stays as it is."""
+    def _fill(self, values: Mapping[str, Tensor | Numbers]) -> None:
+        """Write the values of the host into the pinned images, if there are any."""
         if not self._images or self._last is values:
             return
         if self._sent is not None:
@@ -138,11 +139,6 @@ class HostInputs:
             if isinstance(value, Numbers):
                 self._written[name] = value
         self._last = values
-
-    def _send(self) -> None:
-        """Copy the images."""
-        if self._link is not None and self._images:
-            self._sent = self._link.send(self._images)
 
 
 def _tensor(value: Tensor | Numbers) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from math import ceil
 from typing import NamedTuple
 
@@ -17,35 +17,35 @@ SPREAD = 2.0
 """Mean deviations above the mean that a guess leaves room for."""
 
 
-class KeptCounts:
-    """Running shares of rows kept, by kind of step.
+class KeptShare:
+    """The running share of rows kept.
 
     Examples
     --------
-    >>> counts = KeptCounts()
-    >>> counts.expected("focus", 64) is None
+    >>> share = KeptShare()
+    >>> share.expected(64) is None
     True
     >>> for kept in (16, 16, 18, 16):
-    ...     counts.note("focus", kept, 64)
-    >>> counts.expected("focus", 64), counts.expected("focus", 128)
+    ...     share.note(kept, 64)
+    >>> share.expected(64), share.expected(128)
     (17, 34)
     """
 
     def __init__(self) -> None:
-        self._shares: dict[Hashable, tuple[float, float]] = {}  # mean, and mean deviation from it
+        self._share: tuple[float, float] | None = None  # mean, and mean deviation from it
 
-    def note(self, kind: Hashable, kept: int, tokens: int) -> None:
+    def note(self, kept: int, tokens: int) -> None:
         """Note a step that kept `kept` of `tokens` rows."""
         share = kept / tokens
-        mean, deviation = self._shares.get(kind, (share, 0.0))
+        mean, deviation = self._share or (share, 0.0)
         away = share - mean
-        self._shares[kind] = mean + RATE * away, deviation + RATE * (abs(away) - deviation)
+        self._share = mean + RATE * away, deviation + RATE * (abs(away) - deviation)
 
-    def expected(self, kind: Hashable, tokens: int) -> int | None:
+    def expected(self, tokens: int) -> int | None:
         """Return a likely upper bound of the rows that a step of `tokens` rows keeps; None if no step was noted."""
-        if kind not in self._shares:
+        if self._share is None:
             return None
-        mean, deviation = self._shares[kind]
+        mean, deviation = self._share
         return min(ceil((mean + SPREAD * deviation) * tokens - 1e-6), tokens)
 
 
@@ -70,21 +70,21 @@ class KeptOfRequests:
     """
 
     def __init__(self) -> None:
-        self._first, self._later = KeptCounts(), KeptCounts()
+        self._first, self._later = KeptShare(), KeptShare()
 
     def expect(self, length: NDArray[np.int64], positions: NDArray[np.int64], first: NDArray[np.bool_]) -> Keeping:
         """Return what a step keeps, by tokens and open positions of each window, and whose first step of a block it is."""
         certain, count = int((length - positions).sum()), int((~first).sum())
         begun, going = int(positions[first].sum()), int(positions[~first].sum())
-        likely = self._first.expected("", begun)
-        many = self._later.expected("", count * LONGEST)
+        likely = self._first.expected(begun)
+        many = self._later.expected(count * LONGEST)
         kept_first = begun if likely is None else likely
         expected = certain + kept_first + (going if many is None else min(many, going))
 
         def note(kept: int) -> None:
             if count:
-                self._later.note("", max(kept - certain - kept_first, 0), count * LONGEST)
+                self._later.note(max(kept - certain - kept_first, 0), count * LONGEST)
             elif begun:
-                self._first.note("", kept - certain, begun)
+                self._first.note(kept - certain, begun)
 
         return Keeping(expected, note)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, repeat
-from typing import TYPE_CHECKING, Any, Final
+from itertools import repeat
+from typing import TYPE_CHECKING, Final
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from mosaic.models.parts.cut import KEPT, PLACE
@@ -42,22 +41,18 @@ def results_of(
     if PLACE in outputs:
         outputs = _placed(outputs, requests)
     cut: dict[str, Sequence[Tensor]] = {}
-    arrays: dict[str, list[NDArray[Any]]] = {}
     for name, counts in _counts_of(requests, declared).items():
-        *firsts, end = accumulate(counts, initial=0)
-        mine = outputs[name][:end].bool() if name == "committed" else outputs[name][:end].clone()
-        cut[name], whole = torch.split(mine, counts), mine.numpy()
-        arrays[name] = [whole[first : first + count] for first, count in zip(firsts, counts, strict=True)]
+        mine = outputs[name][: sum(counts)]
+        cut[name] = torch.split(mine.bool() if name == "committed" else mine.clone(), counts)
     main = [cut.pop(name) if name in cut else [nothing] * len(requests) for name, nothing in _NOTHING.items()]
     others = zip(*cut.values(), strict=True) if cut else repeat(())
-    of_each = zip(*arrays.values(), strict=True) if arrays else repeat(())
     of_step = {name: outputs[name].clone() for name, per in declared.items() if per == "step"}
     return [
         StepResult(
             token=token, score=score, committed=committed, chosen=chosen, plan=plan, seconds=seconds,
             values=dict(zip(cut, values, strict=True)) | of_step,
-        ).hold(zip(arrays, held, strict=True))
-        for token, score, committed, chosen, values, held in zip(*main, others, of_each, strict=False)
+        )
+        for token, score, committed, chosen, values in zip(*main, others, strict=False)
     ]  # fmt: skip
 
 

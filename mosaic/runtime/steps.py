@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from numpy.typing import NDArray
 from torch import Tensor
 
 from mosaic.models.phase import Phase
@@ -138,22 +137,6 @@ class StepResult:
     plan: Plan = field(repr=False)
     seconds: float
     values: Mapping[str, Tensor] = field(default_factory=dict)
-    _arrays: dict[str, NDArray[Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def array(self, name: str) -> NDArray[Any]:
-        """Return one of the four tensors, or a value, by name, as a NumPy array of the same memory.
-
-        NumPy handles a few elements in a fraction of the time that PyTorch takes, and the device may wait meanwhile.
-        """
-        if name not in self._arrays:
-            tensor: Tensor = self.values[name] if name in self.values else getattr(self, name)
-            self._arrays[name] = tensor.numpy()
-        return self._arrays[name]
-
-    def hold(self, arrays: Iterable[tuple[str, NDArray[Any]]]) -> StepResult:
-        """Let `array` give these, which are of the memory of the tensors; return the result itself."""
-        self._arrays.update(arrays)
-        return self
 
 
 class StepRunner(Protocol):

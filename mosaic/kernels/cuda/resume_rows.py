@@ -35,7 +35,6 @@ def find_kernel(
     sequences,
     size,
     tokens,
-    PARTLY: tl.constexpr,
     ROWS: tl.constexpr,
     KEPT: tl.constexpr,
     COPIED: tl.constexpr,
@@ -51,8 +50,7 @@ def find_kernel(
     else:
         start = tl.load(bounds + sequence)
         stop = tl.load(bounds + sequence + 1)
-        computed = stop if PARTLY else tl.load(bounds + sequences)
-        stop = tl.where(computed <= size, stop, start)
+        stop = tl.where(stop <= size, stop, start)
         last = tl.load(cu_rows + sequence + 1)
         total = start * 0
         for first in range(tl.load(cu_rows + sequence), last, ROWS):
@@ -84,7 +82,6 @@ def write_kernel(
     size,
     most,
     asked_rows,
-    PARTLY: tl.constexpr,
     ROWS: tl.constexpr,
     COPIED: tl.constexpr,
     SEQUENCES: tl.constexpr,
@@ -96,12 +93,11 @@ def write_kernel(
         other = first + tl.arange(0, SEQUENCES)
         before += tl.sum(tl.load(counts + other, mask=other < sequence, other=0), 0)
     tl.store(cu_decided + sequence, before)
-    held = tl.where(all_rows <= size, all_rows, 0)
-    if PARTLY:
-        for first in range(0, sequences + 1, SEQUENCES):
-            other = first + tl.arange(0, SEQUENCES)
-            ends = tl.load(bounds + other, mask=other <= sequences, other=0)
-            held = tl.maximum(held, tl.max(tl.where(ends <= size, ends, 0), 0))
+    held = all_rows * 0
+    for first in range(0, sequences + 1, SEQUENCES):
+        other = first + tl.arange(0, SEQUENCES)
+        ends = tl.load(bounds + other, mask=other <= sequences, other=0)
+        held = tl.maximum(held, tl.max(tl.where(ends <= size, ends, 0), 0))
     tl.store(cu_seqlens + sequence, tl.minimum(tl.load(bounds + sequence), held))
     if sequence == sequences:
         tl.store(count, all_rows)
@@ -129,7 +125,7 @@ def write_kernel(
 def launch(
     *, chosen: Tensor, bounds: Tensor, positions: Tensor, rows: Tensor, cu_rows: Tensor, kept: Tensor,
     kept_positions: Tensor, cu_seqlens: Tensor, decided: Tensor, asked: Tensor, cu_decided: Tensor, place: Tensor,
-    count: Tensor, size: int = 0, most: int = 0, partly: bool = False, scratch: Tensor | None = None,
+    count: Tensor, size: int = 0, most: int = 0, scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write all outputs."""
     sequences = bounds.shape[0] - 1
@@ -147,7 +143,6 @@ def launch(
         sequences,
         kept.shape[0],
         positions.shape[0],
-        PARTLY=partly,
         ROWS=ROWS,
         KEPT=KEPT,
         COPIED=COPIED,
@@ -166,7 +161,6 @@ def launch(
         kept.shape[0],
         decided.shape[0],
         rows.shape[0],
-        PARTLY=partly,
         ROWS=ROWS,
         COPIED=COPIED,
         SEQUENCES=power_of_two(sequences, SEQUENCES),

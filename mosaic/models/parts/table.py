@@ -9,26 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from mosaic.models.inputs import Input, together
-from mosaic.models.parts.cache import KV
 from mosaic.models.parts.windows import Windows
 from mosaic.models.state import State
 from mosaic.registrar.operators.advance_requests import WIDTH
 from mosaic.registrar.operators.read_canvas import OPEN
-from mosaic.registrar.request_table import COLUMNS, Column
+from mosaic.registrar.request_table import COLUMNS
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.inputs import Supply
     from mosaic.models.parts.part import ResultPer
-    from mosaic.models.phase import Phase
     from mosaic.models.step_graph import Ending, StepGraph
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["CANVAS", "HELD_EXTENTS", "REQUESTS", "TABLED", "Tabled", "own_column", "own_states"]
+__all__ = ["CANVAS", "HELD_EXTENTS", "REQUESTS", "TABLED", "Tabled"]
 
 REQUESTS: Final = State(name="requests", width=COLUMNS, dtype="int64", least_rows=16, together=True)
 """A row for each request (`mosaic.registrar.request_table`)."""
@@ -132,17 +130,6 @@ class _Given(dict[str, "Buffer"]):
         if name != "seen":
             raise KeyError(name)
         return self.seen()
-
-
-def own_column(phase: Phase, state: State) -> int:
-    """Return the column that has a request's row of one of its policies' states."""
-    return Column.OWN + own_states(phase).index(state)
-
-
-@lru_cache(maxsize=256)
-def own_states(phase: Phase) -> tuple[State, ...]:
-    """Return the states of a phase that its policies have brought."""
-    return tuple([state for state in phase.states if state not in (KV, CANVAS, HELD_EXTENTS, REQUESTS)])
 
 
 def _same(buffer: Buffer) -> Buffer:

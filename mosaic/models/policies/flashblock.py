@@ -22,7 +22,6 @@ from mosaic.models.attention.kept import KeptTogether, extents_of
 from mosaic.models.inputs import Input, together
 from mosaic.models.kept_keys import attending
 from mosaic.models.parts.cache import KV, Kept
-from mosaic.models.parts.table import own_column
 from mosaic.models.policies.policy import BlockStep, Options, Policy, is_integer, is_number, marks_of, with_parts
 from mosaic.models.state import State
 
@@ -196,7 +195,7 @@ def reuse_of_table(
     reuse: PrefixReuse, layers: int, step: StepGraph, served: Mapping[str, Buffer]
 ) -> Mapping[str, Supply]:
     """Return the same inputs of requests of a table."""
-    own = own_column(step.phase, kept_outputs(layers))
+    own = step.phase.own_column(kept_outputs(layers))
     return together(
         ("kept_row", "prefix", "refreshed"),
         lambda: step.g.add_op(

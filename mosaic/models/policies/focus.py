@@ -21,7 +21,6 @@ from mosaic.errors import UsageError
 from mosaic.models.inputs import Input
 from mosaic.models.kept_keys import attending
 from mosaic.models.parts.cut import COUNT, KEPT, PLACE, Cut, KeptRows
-from mosaic.models.parts.table import own_column
 from mosaic.models.policies.focus_options import Eviction
 from mosaic.models.policies.policy import BlockStep, Policy, with_parts
 from mosaic.models.state import State
@@ -205,7 +204,7 @@ class Focus(Cut):
         )  # fmt: skip
 
     def _noted(self, phase: Phase) -> dict[str, Any]:
-        return {"own": own_column(phase, HISTORY), "processed": self.block, "first_step": self.eviction.first_step}
+        return {"own": phase.own_column(HISTORY), "processed": self.block, "first_step": self.eviction.first_step}
 
     def check(self, request: Any, arch: Architecture) -> None:
         """Check that the model can be cut this way, and that a request states its progress, with a window that contains
@@ -386,7 +385,7 @@ class Evicting(Policy):
             self._begun, self._step = step.start, -1 if prefills else 0
             self._processed = self._cut.block
         step.counts = self._step >= 0
-        masked = request.open_array(step.start, step.end) - step.start
+        masked = request.open_rows(step.start, step.end) - step.start
         ranks = request.uniforms(step.start, step.end) if self._eviction.rank == "random" else ()
         step.values["block"] = BlockProgress(
             start=step.start, masked=tuple(masked.tolist()), processed=self._processed, step=self._step, decoded=self._decided,
@@ -397,7 +396,7 @@ class Evicting(Policy):
         """Record the rows kept and the number of tokens decided."""
         if step.counts:
             self._processed = max(self._processed, self._reach(step, request, result) - step.start)
-            self._decided = int(np.count_nonzero(result.array("committed")))
+            self._decided = int(result.committed.sum())
         self._step += 1
 
     def _reach(self, step: BlockStep, request: Any, result: Any) -> int:
@@ -405,7 +404,7 @@ class Evicting(Policy):
         positions decided by a step of the block lie before the rightmost kept position."""
         if REACH in result.values:
             return int(result.values[REACH])
-        kept = result.array(KEPT).nonzero()[0]
+        kept = result.values[KEPT].numpy().nonzero()[0]
         reach = int(step.positions[kept[-1]]) + 1 if len(kept) else step.start
         if self._step == 0:
             known = (~request.mask_array[step.start : step.end]).nonzero()[0]

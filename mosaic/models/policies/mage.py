@@ -18,7 +18,6 @@ from mosaic.models.attention.kept import KeptQueries, KeptTogether, attend, exte
 from mosaic.models.inputs import Input, together
 from mosaic.models.kept_keys import attending
 from mosaic.models.parts.cache import KV, Kept
-from mosaic.models.parts.table import own_column
 from mosaic.models.policies.flashblock import (
     CHANGE,
     JoinedLayers,
@@ -194,7 +193,7 @@ class Selected(Kept):
         found = together(
             _OF_TABLE,
             lambda: step.g.add_op(
-                "select_requests", *given, name="selecting", own=own_column(step.phase, index_sets(chosen)),
+                "select_requests", *given, name="selecting", own=step.phase.own_column(index_sets(chosen)),
                 carried=chosen.carried, answer=chosen.voters == "answer",
             ),
         )  # fmt: skip

@@ -176,7 +176,7 @@ class Policy:
     def tell(self, step: BlockStep, request: Any) -> None:
         """Add what the step's parts need: to `step.values`, or by setting `places`, `key_len` or `counts`.
 
-        `request` is the canvas: `mask_array`, `open_array(start, end)`, `uniforms(start, end)`.
+        `request` is the canvas: `mask_array`, `open_rows(start, end)`, `uniforms(start, end)`.
         """
 
     def take(self, step: BlockStep, request: Any, result: Any) -> None:

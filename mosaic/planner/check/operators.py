@@ -286,7 +286,7 @@ _NOTATION: Final = {
         "chosen:int64=S bounds:int32=B+1 positions:int32=T rows:int64=M cu_rows:int32=B+1 kept:int64=size "
         "kept_positions:int32=size cu_seqlens:int32=B+1 decided:int64=most asked:int64=most cu_decided:int32=B+1 "
         "place:int32=M count:int32=1", "chosen bounds positions rows cu_rows",
-        "kept kept_positions cu_seqlens decided asked cu_decided place count", "size?:n most?:n partly?:b",
+        "kept kept_positions cu_seqlens decided asked cu_decided place count", "size?:n most?:n",
         whole="S B T M size most", rules=(("at most", "size", "S"),),
     ),
     "reuse_requests": _Operator(
@@ -375,7 +375,7 @@ _NOTATION: Final = {
     ),
     "unembed_stats": _Operator(f"x=C,D weight=V,D {_STATISTICS}", "x weight", _STATISTIC_NAMES, flops="2*C*D*V", invariant=NONE),
     "write_canvas": _Operator(
-        "token:int64=C rows:int64=C canvas:int64=R taken?:uint8=C", "token rows canvas taken?", "canvas", whole="R",
+        "token:int64=C rows:int64=C canvas:int64=R taken:uint8=C", "token rows canvas taken", "canvas", whole="R",
         moved="token rows token taken",
     ),
     "zeros": _Operator("y:int32=count", "", "y", "count:n"),

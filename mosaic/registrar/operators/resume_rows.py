@@ -1,10 +1,9 @@
 """The inputs of a graph over kept rows: row numbers, bounds, positions, and the kept rows to decide.
 
 chosen[i], for i below bounds[B], are row numbers of tokens, each once; sequence b has chosen[bounds[b]:bounds[b + 1]].
-The graph computes `size` rows: kept[i] = chosen[i] and kept_positions[i] = positions[kept[i]], padding included. If
-more rows are kept than `size`, all of cu_seqlens is 0 and no row is decided, so the graph changes no state; a larger
-graph must run. With `partly`, the sequences up to the first whose rows do not fit are computed; the others are empty, and
-have to run again. Of what is computed
+The graph computes `size` rows: kept[i] = chosen[i] and kept_positions[i] = positions[kept[i]], padding included. The
+sequences up to the first whose rows do not fit are computed; the others are empty, and have to run again. Of what is
+computed
 
 - cu_seqlens = bounds, and behind it the last of these.
 - Of rows[m], the row numbers to decide, sequence b has those from cu_rows[b] to cu_rows[b + 1]. The kept ones, in their
@@ -38,7 +37,7 @@ OPERATOR = Operator(
         -> kept:i64[size] kept_positions:i32[size] cu_seqlens:i32[B+1] decided:i64[most] asked:i64[most]
         cu_decided:i32[B+1] place:i32[M] count:i32[1]
     """,
-    attrs="size most partly=False",
+    attrs="size most",
     rules=rules,
     implementations=kernels_of("resume_rows", scratch=counts),
     roles={"kept_positions": "statistics", "decided": "statistics", "place": "statistics"},
