@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from mosaic.decoding.prompts import is_integer
 from mosaic.decoding.rows import ALL, RULE, demand_of
 from mosaic.decoding.tabled import ServedSteps
+from mosaic.errors import UsageError
 from mosaic.kernels.shared.requests import bits, closes, quotas, turns, wanted
 from mosaic.models.parts import KEPT, REQUESTS, CachePolicy, CommitRule, Cut
 from mosaic.models.phase import Phase, shared_phase
@@ -76,6 +78,10 @@ class Scheduler:
     """
 
     def __init__(self, runner: StepRunner, table: RequestTable, most_tokens: int, delay_ms: float) -> None:
+        if not is_integer(most_tokens) or most_tokens < 1:
+            raise UsageError(f"max_num_batched_tokens: expected a number of tokens, at least 1, got {most_tokens!r}.")
+        if isinstance(delay_ms, bool) or not isinstance(delay_ms, int | float) or not delay_ms >= 0:
+            raise UsageError(f"max_delay_ms: expected milliseconds, at least 0, got {delay_ms!r}.")
         self._runner, self._table = runner, table
         self._most_tokens, self._delay_ms = most_tokens, delay_ms
         self._requests: NDArray[Any] = np.full(len(table.columns), None, dtype=object)
@@ -102,6 +108,18 @@ class Scheduler:
     def admits(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> bool:
         """Return whether steps fit that serve all live requests and these at once, once `more` rows of states are taken."""
         return all(self._table.admits(room, more) for room in self._shared(rows))
+
+    def outlook(self, rows: Sequence[TableRow], more: Mapping[State, int]) -> tuple[int | None, str]:
+        """Return `room_in`, and say so, or what one request alone would have to be."""
+        steps = self.room_in(rows, more)
+        if steps is not None:
+            return steps, f" If nobody else comes, there is room in {steps:,} steps at most."
+        if len(rows) > 1:
+            return None, ""
+        return (
+            None,
+            f" Alone, such a request fits with {self.longest(rows[0]):,} positions of prompt and answer at most.",
+        )
 
     def room_in(self, rows: Sequence[TableRow], more: Mapping[State, int]) -> int | None:
         """Return in how many steps at most these fit, unless others come before; None if they may never, or nobody can say.

@@ -12,8 +12,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from math import inf
-from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakSet
 
@@ -23,6 +21,7 @@ from torch import Tensor
 from mosaic.decoding.algorithms import canvas_length, expected_step, largest_steps, table_row
 from mosaic.decoding.canvas import Canvas
 from mosaic.decoding.config import GenerationConfig, resolve, uncut, with_options
+from mosaic.decoding.deadlines import Deadlines
 from mosaic.decoding.generators import asked_by, next_group
 from mosaic.decoding.live import LiveRequest, Submission
 from mosaic.decoding.prompts import Prompt, check_prompt, is_integer, is_text, token_ids
@@ -106,19 +105,13 @@ class Session(ClosesOnExit):
     ) -> None:
         if not hasattr(runner, "architecture"):
             raise UsageError(f"a session is of a compiled model, got {type(runner).__name__}.")
-        if not is_integer(max_num_batched_tokens) or max_num_batched_tokens < 1:
-            raise UsageError(
-                f"max_num_batched_tokens: expected a number of tokens, at least 1, got {max_num_batched_tokens!r}."
-            )
-        if isinstance(max_delay_ms, bool) or not isinstance(max_delay_ms, int | float) or not max_delay_ms >= 0:
-            raise UsageError(f"max_delay_ms: expected milliseconds, at least 0, got {max_delay_ms!r}.")
         self._runner = runner
         self._live: dict[LiveRequest, None] = {}
         self._given = WeakSet[LiveRequest]()  # live and ended requests
         self._untold = Steps()  # of calls of `advance` that raised
         self._submitted = self._turns = 0
         self._closed = self._giving = False
-        self._deadlines, self._soonest = dict[LiveRequest, float](), inf
+        self._deadlines = Deadlines()
         self._read: Tokenizer | None = None
         with runner.exclusive():
             self._shared = runner.sharing()
@@ -213,17 +206,10 @@ class Session(ClosesOnExit):
             return self._has_room(self._described(submissions))
 
     def submit(
-        self,
-        prompt: Prompt,
-        config: GenerationConfig | None = None,
-        *,
-        request_id: int | None = None,
-        streamer: Streamer | None = None,
-        on_step: OnStep | None = None,
-        priority: int = 0,
-        deadline_s: float | None = None,
+        self, prompt: Prompt, config: GenerationConfig | None = None, *, request_id: int | None = None,
+        streamer: Streamer | None = None, on_step: OnStep | None = None, priority: int = 0, deadline_s: float | None = None,
         **options: Any,
-    ) -> LiveRequest:
+    ) -> LiveRequest:  # fmt: skip
         """Add a request, described as in `Submission`; `options` are fields of its config by name. Nothing runs before `advance`.
 
         Raises
@@ -324,15 +310,10 @@ class Session(ClosesOnExit):
             scheduler = self._scheduler
             if scheduler is None or len(tabled) < len(more) or scheduler.count < len(self._live):
                 raise  # nobody knows how long a generator takes
-            steps, said = scheduler.room_in(tabled, rows), f"{refused}"
-            if steps is not None:
-                said += f" If nobody else comes, there is room in {steps:,} steps at most."
-            elif len(tabled) == 1:
-                longest = scheduler.longest(tabled[0])
-                said += f" Alone, such a request fits with {longest:,} positions of prompt and answer at most."
+            steps, outlook = scheduler.outlook(tabled, rows)
             raise DoesNotFit(
-                said, needed_bytes=refused.needed_bytes, available_bytes=refused.available_bytes, steps=steps
-            ) from None
+                f"{refused}{outlook}", needed_bytes=refused.needed_bytes, available_bytes=refused.available_bytes, steps=steps
+            ) from None  # fmt: skip
 
     def _asked(self, more: Sequence[_Described]) -> tuple[list[StepSize], list[TableRow], Counter[State]]:
         """The largest steps that generators may share, who comes to the table, and the rows that `more` take."""
@@ -368,9 +349,7 @@ class Session(ClosesOnExit):
         """Take the request's rows and let it ask for its first step."""
         self._given.add(request)
         self._live[request] = None
-        if request.deadline_s is not None:
-            self._deadlines[request] = monotonic() + request.deadline_s
-            self._soonest = min(self._soonest, self._deadlines[request])
+        self._deadlines.add(request)
         if not isinstance(request, TabledRequest):
             self._shared.add(request, request.largest)
         request.begin()
@@ -386,7 +365,7 @@ class Session(ClosesOnExit):
         if self._scheduler is not None and isinstance(request, TabledRequest):
             self._scheduler.forget(request)
         self._shared.remove(request)
-        self._deadlines.pop(request, None)
+        self._deadlines.remove(request)
         del self._live[request]
         return True
 
@@ -415,7 +394,7 @@ class Session(ClosesOnExit):
                 with interrupts_held(), self._runner.exclusive():
                     if self._giving:
                         raise UsageError("a callback cannot advance its session: return, and advance it from outside.")
-                    self._expire()
+                    self._deadlines.expire(self._end)
                     scheduler = self._scheduler if self._next_is_tabled() else None
                     with interrupts_let_through():
                         served = None if scheduler is None else scheduler.step()
@@ -439,18 +418,6 @@ class Session(ClosesOnExit):
             self._untold.add(done)
             raise
         return done
-
-    def _expire(self) -> None:
-        """End the requests whose deadline has passed, all of them where a streamer raises too."""
-        if not self._deadlines or (now := monotonic()) < self._soonest:
-            return
-        self._giving = True
-        try:
-            with ExitStack() as ending:
-                for request in [request for request, at in reversed(self._deadlines.items()) if at <= now]:
-                    ending.callback(self._end, request, "expired")
-        finally:
-            self._giving, self._soonest = False, min(self._deadlines.values(), default=inf)
 
     def _next_is_tabled(self) -> bool:
         """Whether the table has the next step: it and the others take turns."""
