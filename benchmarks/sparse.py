@@ -48,8 +48,8 @@ HEADER = (
     "exact / this",
 )  # fmt: skip
 BLOCK: Final = 32
-WARM, BLOCKS = 1, 3
-METHOD: Final = f"a block's time is the median of {BLOCKS} whole blocks after {WARM} that is not counted"
+WARM, BLOCKS = 2, 3
+METHOD: Final = f"a block's time is the median of {BLOCKS} whole blocks after {WARM} that are not counted"
 """Blocks that are decoded before any is timed, and that are timed."""
 GENERATED: Final = (WARM + BLOCKS + 2) * BLOCK
 EXACT: Final = "exact"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ class Focused(Requests):
         self.canvas = torch.cat([self.canvas, torch.full((BLOCK,), OPEN)])
         count = len(self.table)
         self.table[:, OWN] = torch.tensor(rng.sample(range(count + 2), count))
+        self.table[torch.tensor([random.Random(number).random() < 0.2 for number in range(count)]), OWN] = -1
         self.table[:, Column.STEP] = self.table[:, Column.NUMBER] + rng.choice([0, 0, 3])
         rows = [[9.5, 3, rng.randint(0, BLOCK), rng.randint(-2, BLOCK)] for _ in range(count + 2)]
         self.state = torch.tensor(rows, dtype=torch.float32)

@@ -107,7 +107,7 @@ class Requests:
         column[Column.BEFORE] = span if at and span < CANVAS_LONG and now % span == 0 and not number else 0
         column[Column.GROUP] = rng.choice([0, 0, 0, 2]) * self.groups
         column[Column.MARKS] = rng.choice([0, 0, 1, 4, 1 << 62]) * self.groups
-        column[Column.OWN : Column.OWN + 4] = [rng.randrange(9) for _ in range(4)]
+        column[Column.OWN : Column.OWN + 4] = [rng.randrange(-1, 9) for _ in range(4)]
         column[Column.STEP], column[Column.SERVED] = rng.randrange(50), rng.randrange(12)
         column[Column.PRIORITY] = random.Random(len(tokens)).choice([0, 0, 3, -9, 1 << 30])
         column[Column.OPEN] = sum(token == OPEN for token in canvas[now : now + block])
@@ -131,7 +131,7 @@ class Requests:
             room["tokens"],
             room["rows"],
             room["extents"],
-            self.groups * self.rng.choice([0, 2]),
+            self.rng.choice([1, 4, 5]) if self.groups else 1,
             self.rng.randrange(2),
         ]
         given = {"table": self.table.clone(), "room": torch.tensor([limits])}

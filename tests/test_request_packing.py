@@ -141,7 +141,7 @@ class Clock:
 
     def step(self) -> list[Window]:
         """Take a turn; return the windows that were served, in order."""
-        limits = [0, ROWS, self.tokens, self.rows, self.most_extents, 0, 0]
+        limits = [0, ROWS, self.tokens, self.rows, self.most_extents, 1, 0]
         packed = {"row": torch.empty(self.sequences, dtype=torch.int64)}
         packed |= {name: torch.empty(self.sequences, dtype=I32) for name in ("begin", "seen")}
         bounds = {f"cu_{name}": torch.empty(self.sequences + 1, dtype=I32) for name in ("seqlens", "rows", "extents")}

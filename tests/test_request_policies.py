@@ -93,9 +93,31 @@ def test_a_step_serves_requests_that_select_and_others_that_do_not(
         start(caller, session, 2)
         together = 0
         while session.live:
-            together += len(session.advance()) == 2
+            together += len(session.advance()) == 3
     check_tokens(caller, 0, 1, 2)
     assert together > 3
+
+
+def test_one_step_serves_requests_that_attend_exactly_select_and_evict(
+    models: dict[str, CompiledModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that does both; one that reuses outputs over its prefix has turns of its own."""
+    policies: list[dict[str, Any]] = [
+        {}, {"attention": "mage:k=4"}, {"eviction": "focus:requests=64"},
+        {"attention": "mage:k=4", "eviction": "focus:requests=64"}, {"attention": "flashblock"},
+    ]  # fmt: skip
+    asked = [
+        Asked(prompt_of(11 + number, number), GenerationConfig(gen_length=20, stop_at_eos=False, **policy), number)
+        for number, policy in enumerate(policies)
+    ]
+    caller = Caller(models["sdar"], asked, monkeypatch)
+    served = set[frozenset[int]]()
+    with caller.model.session() as session:
+        start(caller, session, *range(5))
+        while session.live:
+            served.add(frozenset(step.request for step in session.advance() if step.phase == "denoise"))
+    check_tokens(caller, *range(5))
+    assert frozenset(range(4)) in served and not any(4 in group and {1, 2, 3} & group for group in served)
 
 
 @pytest.mark.parametrize("attention", [*TABLED, *GENERATORS])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from sparse_stated import BLOCK, CONFIG, KV_HEADS, LAYERS, SIZE, Plain
-from test_ahead import Telling
+from telling import Telling
 from test_session import FAMILIES
 
 import mosaic

@@ -132,6 +132,7 @@ def columns_of(row: TableRow, canvas: Canvas, group: int, priority: int) -> tupl
     }  # fmt: skip
     column[[int(key) for key in given]] = list(given.values())
     column[Column.STOP : Column.STOP + STOPS] = stops[:STOPS]
+    column[Column.OWN : Column.SPAN] = -1
     for state in row.phase.own_states:
-        column[row.phase.own_column(state)] = cast("OwnedRows", canvas.rows_of(state)).runs(0, 1)[0][0]
+        column[state.own_column] = cast("OwnedRows", canvas.rows_of(state)).runs(0, 1)[0][0]
     return column, tokens

@@ -8,7 +8,7 @@ blocks are not delayed beyond a bound.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from mosaic.decoding.groups import Groups, bits
 from mosaic.decoding.prompts import is_integer
 from mosaic.decoding.rows import ALL, RULE, demand_of
 from mosaic.decoding.tabled import ServedSteps
 from mosaic.errors import UsageError
-from mosaic.kernels.shared.requests import bits, closes, quotas, turns, wanted
-from mosaic.models.parts import KEPT, REQUESTS, CachePolicy, CommitRule, Cut
-from mosaic.models.phase import Phase, shared_phase
+from mosaic.kernels.shared.requests import asked_of, closes, quotas, turns, wanted
+from mosaic.kernels.shared.requests import bits as bits_of
+from mosaic.models.parts import KEPT, REQUESTS, Cut
+from mosaic.models.phase import Phase, joined_phase
 from mosaic.models.policies.policy import with_parts
 from mosaic.models.step import StepSize, bucket
 from mosaic.registrar.operators.pack_requests import PATIENCE
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
     from mosaic.decoding.rows import TableRow
     from mosaic.decoding.tabled import TabledRequest
+    from mosaic.kernels.shared.requests import Wanted
     from mosaic.models.state import State
     from mosaic.runtime.request_table import Launched, RequestTable, Served
     from mosaic.runtime.steps import StepRunner
@@ -48,7 +51,7 @@ SHARES: Final = 8
 """Rungs between a number of blocks and twice as many."""
 FORESEEN_EXTENTS: Final = 4
 """Extents of keys that warm steps have room for, for each request: of 64 to 256 random requests that come and go, 3.5 at most."""
-_NEVER: Final = bits(ALL)
+_NEVER: Final = bits_of(ALL)
 AHEAD: Final = 2
 """Steps that are launched before the first of them is read, on a device."""
 
@@ -89,10 +92,9 @@ class Scheduler:
         self._waiting: deque[TabledRequest] = deque()
         self._kinds = Counter[_Kind]()
         self._warm: dict[_Kind, None] = {}
-        self._groups: dict[tuple[CachePolicy, Cut | None, CommitRule], int] = {(KEPT, None, RULE): 0}
-        self._turns: list[int] = [0]  # by group, the launch in which it had its last one
-        self._kept: dict[int, KeptOfRequests] = {}  # by group
-        self._launches = self._deciding = self._decided = 0
+        self._groups = Groups()
+        self._kept = defaultdict[Cut, KeptOfRequests](KeptOfRequests)
+        self._deciding = self._decided = 0
         self._served: ServedSteps | None = None
 
     @property
@@ -116,10 +118,8 @@ class Scheduler:
             return steps, f" If nobody else comes, there is room in {steps:,} steps at most."
         if len(rows) > 1:
             return None, ""
-        return (
-            None,
-            f" Alone, such a request fits with {self.longest(rows[0]):,} positions of prompt and answer at most.",
-        )
+        longest = self.longest(rows[0])
+        return None, f" Alone, such a request fits with {longest:,} positions of prompt and answer at most."
 
     def room_in(self, rows: Sequence[TableRow], more: Mapping[State, int]) -> int | None:
         """Return in how many steps at most these fit, unless others come before; None if they may never, or nobody can say.
@@ -147,7 +147,7 @@ class Scheduler:
         of_all = sum(steps + left for steps, left, _ in live)
         if np.ptp(self._table.columns[self._live, Column.PRIORITY]):
             return AHEAD + of_all
-        return AHEAD + min(of_all, len(self._groups) * (steps + sum(spans) + PATIENCE * len(spans)))
+        return AHEAD + min(of_all, (len(self._groups) + 1) * (steps + sum(spans) + PATIENCE * len(spans)))
 
     def _left(self, place: int) -> tuple[int, int, int]:
         """Steps that a request takes at most from its prompt on, spans of that whose keys are not written, and its row of the
@@ -192,16 +192,16 @@ class Scheduler:
         found = []
         for group in dict.fromkeys(kind.group for kind in counts):
             mine = {kind: count for kind, count in counts.items() if kind.group == group}
-            needed, block, _ = _needed(kinds := self._beside(group, mine))
+            needed, block, _ = _needed(kinds := self._beside((group,), mine))
             usual = sum(_usual(kind) * count for kind, count in mine.items())
             blocks = self._rung(max(needed, min(usual, self._most(block))), block)
             decides = sum(kind.block * count for kind, count in mine.items())
             found.append(Room.of(_phase(kinds, marked=True), sum(mine.values()), blocks, block, decides))
         return found
 
-    def _beside(self, group: int, kinds: Iterable[_Kind]) -> list[_Kind]:
-        """These kinds of a group's requests, and those that its steps are warm for."""
-        return [*kinds, *(kind for kind in self._warm if kind.group == group)]
+    def _beside(self, groups: Collection[int], kinds: Iterable[_Kind]) -> list[_Kind]:
+        """These kinds of requests of some groups, and those that their steps are warm for."""
+        return [*kinds, *[kind for kind in self._warm if kind.group in groups]]
 
     # --- before the first request -------------------------------------------------------------------------------------
 
@@ -230,25 +230,26 @@ class Scheduler:
         return most
 
     def ladder(self, rows: Sequence[TableRow], requests: int) -> Iterator[tuple[Room, int, bool]]:
-        """Give the steps that so many requests like these may need, the largest first: room, group, and whether it is marked."""
+        """Give the steps that so many requests like these may need, the largest first: room, bits of groups, and whether it is
+        marked."""
         longest = max(row.length for row in rows)
-        for group in dict.fromkeys(kind.group for kind in self._warm):
-            kinds = self._beside(group, [kind for kind in self._kinds if kind.group == group])
+        for groups in self._groups.shared([*dict.fromkeys(kind.group for kind in self._warm)]):
+            kinds = self._beside(groups, [kind for kind in self._kinds if kind.group in groups])
             needed, block, own_rows = _needed(kinds)
-            marks = any(row.marks for row in rows if self.group_of(row) == group)
+            marks = any(row.marks for row in rows if self.group_of(row) in groups)
             most = max(needed, longest, min(requests * longest, self._most(block)))
-            for marked in (False, True)[: 1 + marks]:
+            for marked in (True,) if self._groups.mixes(groups) else (False, True)[: 1 + marks]:
                 phase, blocks = _phase(kinds, marked=marked), self._rung(most, block)
                 while blocks:
                     for room in Room.ladder(phase, requests, blocks, block, own_rows):
-                        yield room, group, marked
+                        yield room, bits(groups), marked
                     blocks = _below(blocks)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def group_of(self, row: TableRow) -> int:
-        """Return the number of the requests that share steps with this one."""
-        return self._groups.setdefault((row.cache.covering, row.cut, row.commit), len(self._groups))
+        """Return the number of a request's group."""
+        return self._groups.number(row)
 
     def _kinds_of(self, row: TableRow) -> list[_Kind]:
         """The kinds of steps of a request: those of its group, and those that write its prompt."""
@@ -322,34 +323,40 @@ class Scheduler:
                 self._placed(request)
         columns = self._expected()
         asked = wanted(columns)
-        groups = asked.group[asked.running].tolist()
-        if not groups:
+        for groups in (choices := self._groups.choices(asked)):
+            room, marked, decides = self._room_of(columns, asked, groups)
+            if groups == choices[-1] or self._table.fits(room):
+                break
+        else:
             return False
-        while len(self._turns) < len(self._groups):
-            self._turns.append(0)
-        group = min(groups, key=self._turns.__getitem__)
-        asks = asked.running & (asked.group == group)
+        keeping = None
+        if room.phase.cut is not None:
+            evicts = asked_of(asked, self._groups.evicting(groups))[decides]
+            begins = columns[decides, Column.NUMBER] == 0
+            lengths, positions = asked.end[decides] - asked.begin[decides], asked.rows[decides] * evicts
+            keeping = self._kept[room.phase.cut].expect(lengths, positions, begins | ~evicts)
+        self._table.launch(room, bits(groups), marked=marked, keeping=keeping)
+        self._groups.served(groups)
+        return True
+
+    def _room_of(
+        self, columns: NDArray[np.int64], asked: Wanted, groups: tuple[int, ...]
+    ) -> tuple[Room, bool, NDArray[np.bool_]]:
+        """The room of a step for some groups, whether it is marked, and who of them wants to decide."""
+        asks = asked.running & asked_of(asked, bits(groups))
         length = asked.end - asked.begin
         decides, fills = asks & ~asked.fills, asks & asked.fills
         deciding, prompts = int(length[decides].sum()), int(length[fills].sum())
-        kinds = self._beside(group, [kind for kind in self._kinds if kind.group == group])
+        kinds = self._beside(groups, [kind for kind in self._kinds if kind.group in groups])
         _, block, own_rows = _needed(kinds)
         rows = min(max(int(asked.rows[decides].sum()), own_rows), deciding or own_rows)
         first = _first(columns, length, decides, fills)
         least = max(first, min(max(deciding, *map(_usual, kinds)), self._most(block)))
         most = max(least, min(deciding + prompts, self._most(block)))
-        marked = bool(asked.marked[decides].any())
+        marked = self._groups.mixes(groups) or bool(asked.marked[decides].any())
         asking = partial(Room.of, _phase(kinds, marked=marked), int(asks.sum()))
         room = self._room(asking, first, least, most, rows, kinds, several=deciding > 0 and prompts > 0)
-        keeping = None
-        if room.phase.cut is not None:
-            kept = self._kept.setdefault(group, KeptOfRequests())
-            first = columns[decides, Column.NUMBER] == 0
-            keeping = kept.expect(length[decides], asked.rows[decides], first)
-        self._table.launch(room, group, marked=marked, keeping=keeping)
-        self._launches += 1
-        self._turns[group] = self._launches
-        return True
+        return room, marked, decides
 
     def _expected(self) -> NDArray[np.int64]:
         """The table as it will be when what is in flight has ended: requests decide what they have to, or what is usual."""
@@ -406,7 +413,7 @@ class Scheduler:
 def _go_on(columns: NDArray[np.int64], step: Launched, usual: int) -> None:
     """Move a table on by a step, as far as the host can say: requests decide as many tokens as they have to, or as is usual."""
     asked, column = wanted(columns), columns.T
-    asks = asked.running & (asked.group == step.group) & (~asked.marked | step.marked)
+    asks = asked.running & asked_of(asked, step.groups) & (~asked.marked | step.marked)
     asks &= asked.fills | (asked.end - asked.begin <= step.room.tokens)
     order = turns(columns).argsort(kind="stable")
     length = asked.end - asked.begin
@@ -454,8 +461,8 @@ def _first(
 
 
 def _phase(kinds: Collection[_Kind], *, marked: bool) -> Phase:
-    """The kind of step that serves all of a group."""
-    phase = shared_phase([kind.phase for kind in kinds])
+    """The kind of step that serves all of these."""
+    phase = joined_phase(tuple(dict.fromkeys([kind.phase for kind in kinds])))
     return with_parts(phase, cache=phase.cache.covering) if marked else phase
 
 

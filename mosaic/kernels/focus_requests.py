@@ -41,10 +41,13 @@ def bind(
             if request < 0:
                 continue
             column = columns[request]
+            begins[i] = column[Column.START]
+            if column[own] < 0:
+                continue
             mine, at = states[column[own]], column[Column.START]
             steps = steps_before(column, first_step)
             kept = int(mine[KEPT]) if steps > 0 else processed
-            begins[i], owners[i] = at, column[own]
+            owners[i] = column[own]
             reached[i] = kept if reach == "block" else 0
             none = steps <= 0 and (history == "block" or column[Column.STEP] == column[Column.NUMBER])
             counts[i] = -1 if none else int(mine[DECIDED])
@@ -83,12 +86,15 @@ def reference(
         if request < 0:
             continue
         asked = table[request].tolist()
-        start, number = asked[Column.START], asked[Column.NUMBER]
+        first[i] = start = asked[Column.START]
+        if asked[own] < 0:
+            continue
+        number = asked[Column.NUMBER]
         prefills = first_step == "prefill" and start < asked[Column.PROMPT]
         begins, counts = number == int(prefills), number >= int(prefills)
         kept = int(state[asked[own], 2]) if counts and not begins else processed
         none = (begins or not counts) and (history == "block" or number == asked[Column.STEP])
-        first[i], owner[i], progress[i] = start, asked[own], kept if reach == "block" else 0
+        owner[i], progress[i] = asked[own], kept if reach == "block" else 0
         decoded[i] = -1 if none else int(state[asked[own], 3])
         after[asked[own], 3] = COUNTED
         own_tokens = canvas[asked[Column.CANVAS] :].tolist()

@@ -26,7 +26,8 @@ def bind(
         bounds = zip(pairwise(kept.tolist()), pairwise(rows.tolist()), strict=True)
         for i, (request, ((start, end), (from_row, to_row))) in enumerate(zip(requests.tolist(), bounds, strict=True)):
             column = columns[request]
-            if request < 0 or start == end or (steps := steps_before(column, first_step)) < 0:
+            of_none = request < 0 or column[own] < 0 or start == end
+            if of_none or (steps := steps_before(column, first_step)) < 0:
                 continue
             mine = states[column[own]]
             mine[KEPT] = max(mine[KEPT] if steps else processed, ends[i] - column[Column.START])
@@ -48,6 +49,8 @@ def reference(
         if request < 0 or cu_seqlens[i] == cu_seqlens[i + 1]:
             continue
         asked = table[request].tolist()
+        if asked[own] < 0:
+            continue
         number, prefills = asked[Column.NUMBER], first_step == "prefill" and asked[Column.START] < asked[Column.PROMPT]
         if prefills and not number:
             continue

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.requests import turns, wanted
+from mosaic.kernels.shared.requests import asked_of, turns, wanted
 from mosaic.registrar.operators.pack_requests import KEPT_SHARE, PATIENCE
 from mosaic.registrar.request_table import Column
 
@@ -60,11 +60,11 @@ class _Window(NamedTuple):
 
 
 def _served(
-    mine: np.ndarray, sequences: int, tokens: int, rows: int, extents: int, group: int, marked: int
+    mine: np.ndarray, sequences: int, tokens: int, rows: int, extents: int, groups: int, marked: int
 ) -> Iterator[_Window]:
     """The windows of a step: first of those who decide, then of prompts."""
     asked, order = wanted(mine), np.argsort(turns(mine), kind="stable")
-    asks = asked.running & (asked.group == group) & (~asked.marked | (marked != 0))
+    asks = asked.running & asked_of(asked, groups) & (~asked.marked | (marked != 0))
     asks &= asked.fills | (asked.end - asked.begin <= tokens)
     fills = asks & asked.fills
     kept = 0
@@ -95,11 +95,11 @@ def _served(
 
 def reference(*, table: Tensor, room: Tensor, sequences: int) -> dict[str, Tensor]:
     """Return the table after the step and all outputs, a request at a time, in plain Python."""
-    after, (first, count, tokens, rows, extents, group, marked) = table.clone(), room[0].tolist()
+    after, (first, count, tokens, rows, extents, groups, marked) = table.clone(), room[0].tolist()
     requests = [_Asking(number, table[number].tolist()) for number in range(first, first + count)]
     turn = max((one[Column.SERVED] for one in requests), default=0) + 1
     asking = sorted(
-        (one for one in requests if one.asks(group, marked, tokens)), key=lambda one: (one.turn, one.number)
+        (one for one in requests if one.asks(groups, marked, tokens)), key=lambda one: (one.turn, one.number)
     )
     prompts = [one for one in asking if one.fills]
     kept = 0
@@ -149,14 +149,14 @@ class _Asking:
     def __getitem__(self, column: Column) -> int:
         return self._columns[column]
 
-    def asks(self, group: int, marked: int, tokens: int) -> bool:
+    def asks(self, groups: int, marked: int, tokens: int) -> bool:
         if self[Column.STATE] != 1 or self.fills:
-            return self[Column.STATE] == 1 and group == 0
+            return self[Column.STATE] == 1 and groups == 1
         begin, end, _ = self.window()
         if end - begin > tokens:
             return False
         bit = self[Column.MARKS] >> min(self[Column.NUMBER], 62) & 1
-        return self[Column.GROUP] == group and bool(marked or not bit)
+        return bool(groups >> self[Column.GROUP] & 1 and (marked or not bit))
 
     @property
     def turn(self) -> int:

@@ -27,18 +27,19 @@ def bind(
             values.fill(0)
         count = int((requests >= 0).sum())
         mine = columns[requests[:count]]
-        column, selects = mine.T, marked(mine)
-        start, block = column[Column.START], column[Column.BLOCK]
-        carries = carried & (column[Column.NUMBER] == 0) & (start - block >= column[Column.PREFIX])
-        owners[:count] = column[own]
+        column, has = mine.T, mine[:, own] >= 0
+        start, block, selects = column[Column.START] * has, column[Column.BLOCK], marked(mine) & has
+        carries = carried & has & (column[Column.NUMBER] == 0) & (start - block >= column[Column.PREFIX])
+        owners[:count] = np.maximum(column[own], 0)
         prefixes[:count] = start - block * carries
         ranked[:count] = start * selects
-        exactly[:count] = keys[:count] * (selects & ~carries)
+        exactly[:count] = keys[:count] * (selects & ~carries | ~has)
         sparsely[:count] = keys[:count] - exactly[:count]
         np.cumsum(keys, out=of_keys[1:])
         first = np.maximum(start, column[Column.PROMPT] * answer)
         tokens = bounds[count]
-        voting[:tokens] = places[:tokens] >= np.repeat(first, np.diff(bounds[: count + 1]))
+        lengths = np.diff(bounds[: count + 1])
+        voting[:tokens] = (places[:tokens] >= np.repeat(first, lengths)) & np.repeat(has, lengths)
 
     return run
 
@@ -57,12 +58,16 @@ def reference(
         if request < 0:
             break
         line, keys = table[request].tolist(), int(seen[i])
+        bounds[i] = keys
+        if line[own] < 0:
+            exactly[i] = keys
+            continue
         start, before = line[Column.START], line[Column.START] - line[Column.BLOCK]
         selects = bool(line[Column.MARKS] >> min(line[Column.NUMBER], MARKED_STEPS) & 1)
         carries = carried and line[Column.NUMBER] == 0 and before >= line[Column.PREFIX]
         owner[i], captured[i], candidates[i] = line[own], before if carries else start, start if selects else 0
         exactly[i] = keys if selects and not carries else 0
-        sparsely[i], bounds[i] = keys - exactly[i], keys
+        sparsely[i] = keys - exactly[i]
         for t in range(int(cu_seqlens[i]), int(cu_seqlens[i + 1])):
             votes[t] = positions[t] >= (max(start, line[Column.PROMPT]) if answer else start)
     ints = {"captured": captured, "candidates": candidates, "seen_exactly": exactly, "seen_sparsely": sparsely}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 from mosaic.errors import UsageError
 from mosaic.models.inputs import ROW_BOUNDS, Input
 from mosaic.models.parts import (
+    KEPT,
     KV,
     STATISTICS,
     TABLED,
@@ -28,7 +29,6 @@ from mosaic.models.parts.part import ResultPer
 from mosaic.models.parts.windows import WINDOWS, Windows
 from mosaic.models.state import State
 from mosaic.registrar.bucketed import BucketedStep
-from mosaic.registrar.request_table import Column
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
@@ -121,10 +121,6 @@ class Phase:
     def own_states(self) -> tuple[State, ...]:
         """The states that the policies of a table's requests have brought."""
         return tuple([state for state in self.states if state not in (KV, *TABLED.states)])
-
-    def own_column(self, state: State) -> int:
-        """Return the column of a table that has a request's row of one of these."""
-        return Column.OWN + self.own_states.index(state)
 
     @cached_property
     def noisy(self) -> bool:
@@ -233,6 +229,17 @@ def shared_phase(phases: Iterable[Phase]) -> Phase:
     (True, True)
     """
     return _shared(tuple(dict.fromkeys(phases)))
+
+
+@lru_cache(maxsize=1024)
+def joined_phase(phases: tuple[Phase, ...]) -> Phase:
+    """Return the phase whose steps serve requests of a table of all of these; some may attend to all keys, or evict none."""
+    caches = [phase.cache for phase in phases if phase.cache != KEPT]
+    cache = _least(caches) if caches else KEPT
+    cut = next((phase.cut for phase in phases if phase.cut is not None), None)
+    mixed = 0 < len(caches) < len(phases)
+    head = _least([phase.head for phase in phases])
+    return replace(phases[0], cache=cache.covering if mixed else cache, cut=cut, head=head)
 
 
 @lru_cache(maxsize=1024)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mosaic.errors import GraphError
 from mosaic.registrar.dtypes import ITEMSIZE
+from mosaic.registrar.request_table import Column
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
@@ -38,6 +39,9 @@ class State:
         Whether the rows that an owner is given at once lie side by side: then holes that are too small are left.
     least_rows
         The fewest rows that steps are planned for, so that few plans serve while rows grow: few, if a row is large.
+    slot
+        Which of a table's columns from `Column.OWN` on says which row of it a request has. States that one request may have
+        rows of differ in it, unless it always has the same rows of both.
 
     Raises
     ------
@@ -56,6 +60,7 @@ class State:
     extents: bool = False
     least_rows: int = 64
     together: bool = False
+    slot: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype and self.dtype not in ITEMSIZE:
@@ -65,6 +70,11 @@ class State:
     def rows_dim(self) -> str:
         """The dim of its rows."""
         return f"{self.name}_rows"
+
+    @property
+    def own_column(self) -> int:
+        """The column of a table that says which row of it a request has; -1 there: none."""
+        return Column.OWN + self.slot
 
     def columns(self, arch: Architecture) -> int:
         """Return the columns of a row in a model; 0 if it is one element."""

@@ -55,11 +55,11 @@ class Column(IntEnum):
     CUTS = 22
     """Whether top-p and top-k cut what its tokens are drawn from, so that scores are of what is kept."""
     GROUP = 23
-    """Requests of one group share steps. Prompts are written by steps of group 0."""
+    """A step serves one group, or several, by bits. Prompts are written by steps of group 0 alone."""
     MARKS = 24
     """Bit n: step n of a block needs what only some of the group's steps do; bit 62 stands for all later steps too."""
     OWN = 25
-    """The row that it has of each of its policies' states, in the order of the phase's states; here and in the next three."""
+    """The rows that it has of its policies' states, by the states' slots, or -1; here and in the next three."""
     SPAN = 29
     """Tokens of the span around the block, from a multiple of it on, whose keys all its steps see: the block in which the model
     attends both ways, or `CANVAS_LONG`."""

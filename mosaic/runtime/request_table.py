@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mosaic.models.parts import CANVAS, HELD_EXTENTS, KV, REQUESTS
+from mosaic.models.parts import CANVAS, HELD_EXTENTS, KV, REQUESTS, TABLED
 from mosaic.models.parts.cut import COUNT
 from mosaic.models.step import MOST_DOUBLED, StepSize, rounded_states
 from mosaic.registrar.operators.read_canvas import OPEN
@@ -146,7 +146,7 @@ class Launched(NamedTuple):
 
     arriving: Arriving
     room: Room
-    group: int
+    groups: int
     marked: bool
     ran: Ran
     started: float
@@ -188,6 +188,8 @@ class RequestTable:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        for state in TABLED.states:
+            engine.table(state)  # which may hold rows for steps alone: memory of those goes back when it is needed
         self._own: OwnedRows = engine.table(REQUESTS).open("a session")
         self.columns = np.zeros((ROWS, COLUMNS), dtype=np.int64)
         self.steps = np.zeros(ROWS, dtype=np.int64)
@@ -367,10 +369,10 @@ class RequestTable:
         self.planned = next(fitting, tried[-1])
         self._held = dict(self.planned)
 
-    def rehearse(self, room: Room, group: int, *, marked: bool) -> None:
+    def rehearse(self, room: Room, groups: int, *, marked: bool) -> None:
         """Plan, compile and capture a step, which serves nobody."""
         self.predicted_ms(room)
-        self._engine.rehearse(self._step(0, 0, group, marked, room))
+        self._engine.rehearse(self._step(0, 0, groups, marked, room))
 
     def predicted_ms(self, room: Room) -> float:
         """Return how long the plan of such a step says that it takes; found once, whatever the states hold."""
@@ -380,19 +382,19 @@ class RequestTable:
 
         return self._predicted.find(room, predict)
 
-    def launch(self, room: Room, group: int, *, marked: bool = False, keeping: Keeping | None = None) -> None:
-        """Launch a step with this room, for whoever of a group it suffices for, of those who need a marked step only if it is one.
+    def launch(self, room: Room, groups: int, *, marked: bool = False, keeping: Keeping | None = None) -> None:
+        """Launch a step with this room for some groups, by bits; a marked one also serves those who need it.
         After one that was interrupted, every step has been read."""
         started = perf_counter()
         if not self.is_sure:
             self._undo()
         self.is_sure = False
-        step = self._step(self.first, len(self.columns), group, marked, room)
+        step = self._step(self.first, len(self.columns), groups, marked, room)
         ran = self._engine.run(step, keeps=None if keeping is None else keeping.expected)
         with interrupts_held():
             arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS if name in ran.outputs])
             self._sides.reverse()
-            self.launched.append(Launched(arriving, room, group, marked, ran, started, keeping))
+            self.launched.append(Launched(arriving, room, groups, marked, ran, started, keeping))
             self._count += 1
             self.is_sure = True
 
@@ -403,15 +405,15 @@ class RequestTable:
             at, length = self.columns[number, [Column.CANVAS, Column.LENGTH]].tolist()
             self._unsent.setdefault(number, []).append((CANVAS, at, self.tokens[at : at + length]))
 
-    def _step(self, first: int, count: int, group: int, marked: bool, room: Room) -> _TableStep:
+    def _step(self, first: int, count: int, groups: int, marked: bool, room: Room) -> _TableStep:
         """The step that looks at `count` rows of the table; made once."""
 
         def make() -> _TableStep:
             size = self.size(room, self.planned)
-            given = first, count, size.tokens, size.rows, size.extents, group, int(marked)
+            given = first, count, size.tokens, size.rows, size.extents, groups, int(marked)
             return _TableStep(size=size, inputs={"room": Numbers(given, "int64", 7)}, table=self)
 
-        return self._steps.find((first, count, group, marked, room, self.planned), make)
+        return self._steps.find((first, count, groups, marked, room, self.planned), make)
 
     def send(self) -> None:
         """Write what has entered and left."""

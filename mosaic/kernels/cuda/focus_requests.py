@@ -44,16 +44,22 @@ def focus_requests_kernel(
         return
     request = tl.load(row + window)
     names = listed + window * POSITIONS
-    if request < 0:
+    line = table + request * C
+    mine = tl.load(line + own, mask=request >= 0, other=-1)
+    begin = tl.load(line + START, mask=request >= 0, other=0)
+    if mine < 0:
         tl.store(names + offset, offset * 0 - 1, mask=offset < POSITIONS)
-        tl.store(first + window, 0)
+        tl.store(first + window, begin.to(tl.int32))
         tl.store(progress + window, 0)
         tl.store(decoded + window, COUNTED)
         tl.store(owner + window, request * 0)
+        if request >= 0:
+            end = tl.load(cu_seqlens + window + 1)
+            for at in range(tl.load(cu_seqlens + window), end, AT_ONCE):
+                tl.store(votes + at + lane, none, mask=at + lane < end)
+                tl.store(status + at + lane, none, mask=at + lane < end)
         return
-    line = table + request * C
-    mine = tl.load(line + own)
-    begin, held = tl.load(line + START), state + mine * state_stride
+    held = state + mine * state_stride
     steps = steps_before(line, PREFILLS)
     kept = tl.where(steps > 0, tl.load(held + KEPT, mask=steps > 0, other=0.0), PROCESSED).to(tl.int32)
     starts = steps <= 0

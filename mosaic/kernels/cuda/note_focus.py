@@ -24,7 +24,10 @@ def note_focus_kernel(
     if (request < 0) | (tl.load(cu_seqlens + window) == tl.load(cu_seqlens + window + 1)):
         return
     line = table + request * C
-    held, steps = state + tl.load(line + own) * state_stride, steps_before(line, PREFILLS)
+    mine = tl.load(line + own)
+    if mine < 0:
+        return
+    held, steps = state + mine * state_stride, steps_before(line, PREFILLS)
     taken = lane * 0
     end = tl.load(cu_rows + window + 1)
     for at in range(tl.load(cu_rows + window), end, AT_ONCE):

@@ -24,11 +24,11 @@ def pack_requests_kernel(
     tl.constexpr, LANES: tl.constexpr, COMPARED: tl.constexpr, WINDOWS: tl.constexpr,
 ):  # fmt: skip
     first, count, tokens = tl.load(room), tl.load(room + 1), tl.load(room + 2)
-    rows, extents, group, marked = tl.load(room + 3), tl.load(room + 4), tl.load(room + 5), tl.load(room + 6)
+    rows, extents, groups, marked = tl.load(room + 3), tl.load(room + 4), tl.load(room + 5), tl.load(room + 6)
     lane = tl.arange(0, LANES)
     known = lane < count
     line = table + (first + lane) * C
-    decides, fills, start, end, keys, own_rows, own_extents, span, served, own_turn = wants(line, known, group, marked)
+    decides, fills, start, end, keys, own_rows, own_extents, span, served, own_turn = wants(line, known, groups, marked)
     decides = decides & (end - start <= tokens)
     key = own_turn * LANES + lane
     turn = tl.max(served, 0) + 1
@@ -45,7 +45,7 @@ def pack_requests_kernel(
         number = other + tl.arange(0, COMPARED)
         there = number < count
         others, filling, its_start, its_end, _, its_rows, its_extents, _, _, its_turn = wants(
-            table + (first + number) * C, there, group, marked
+            table + (first + number) * C, there, groups, marked
         )
         earlier = (its_turn * LANES + number)[None, :] < key[:, None]
         length = its_end - its_start

@@ -33,13 +33,15 @@ def select_requests_kernel(
     request = tl.load(row + window)
     known = request >= 0
     line = table + request * C
-    start, block = tl.load(line + START, mask=known, other=0), tl.load(line + BLOCK, mask=known, other=0)
-    selects, carries = mark_of(line, known), False
+    own = tl.load(line + OWN, mask=known, other=-1)
+    has = own >= 0
+    start, block = tl.load(line + START, mask=has, other=0), tl.load(line + BLOCK, mask=known, other=0)
+    selects, carries = mark_of(line, has) & has, False
     if CARRIED:
-        first = tl.load(line + NUMBER, mask=known, other=1) == 0
+        first = has & (tl.load(line + NUMBER, mask=known, other=1) == 0)
         carries = first & (start - block >= tl.load(line + PREFIX, mask=known, other=0))
-    exactly = tl.where(selects & (carries == 0), tl.load(seen + window), 0)
-    tl.store(owner + window, tl.load(line + OWN, mask=known, other=0))
+    exactly = tl.where((selects & (carries == 0)) | (has == 0), tl.load(seen + window), 0)
+    tl.store(owner + window, tl.maximum(own, 0))
     tl.store(captured + window, tl.where(carries, start - block, start).to(tl.int32))
     tl.store(candidates + window, tl.where(selects, start, 0).to(tl.int32))
     tl.store(seen_exactly + window, exactly)
@@ -49,7 +51,7 @@ def select_requests_kernel(
     end = tl.load(cu_seqlens + window + 1)
     for at in range(tl.load(cu_seqlens + window), end, AT_ONCE):
         position = tl.load(positions + at + lane, mask=at + lane < end, other=0)
-        tl.store(votes + at + lane, (position >= start).to(tl.uint8), mask=at + lane < end)
+        tl.store(votes + at + lane, (has & (position >= start)).to(tl.uint8), mask=at + lane < end)
 
 
 def launch(

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from mosaic.registrar.request_table import CANVAS_LONG, FROM_BLOCK, MARKED_STEPS, OPEN_ONES, RUNNING, WHOLE, Column
 
 __all__ = [
-    "Wanted", "alone", "bits", "closes", "floats", "keys_of", "marked", "mixed", "quotas", "turns", "uniforms", "wanted",
+    "Wanted", "alone", "asked_of", "bits", "closes", "floats", "keys_of", "marked", "mixed", "quotas", "turns", "uniforms",
+    "wanted",
 ]  # fmt: skip
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -75,6 +76,12 @@ def keys_of(column: NDArray[np.int64], canvas_rows_M: Ints) -> Ints:
     """Return the random keys of some rows of a request's canvas in its next step, [M]."""
     step = mixed((column[Column.NOISE : Column.NOISE + 1] ^ column[Column.STEP]).view(np.uint64))
     return mixed((canvas_rows_M - column[Column.CANVAS]).view(np.uint64) ^ step).view(np.int64)
+
+
+def asked_of(asked: Wanted, groups: int) -> NDArray[np.bool_]:
+    """Return who asks for a step of these groups, by bits, [S]: prompts for one of group 0 alone."""
+    found: NDArray[np.bool_] = (groups >> asked.group & 1 != 0) & ~(asked.fills & (groups != 1))
+    return found
 
 
 def turns(table_SC: Ints) -> Ints:

@@ -73,6 +73,11 @@ class CachePolicy(Part):
         return self
 
     @property
+    def serves_exact(self) -> bool:
+        """Whether `covering` also serves requests of a table that attend to all keys, and have no rows of its states."""
+        return False
+
+    @property
     def states(self) -> Sequence[State]:
         """The state of keys and values; a policy with more states overrides this."""
         return () if self.kept is None else (self.kept,)

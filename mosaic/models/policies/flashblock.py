@@ -137,6 +137,7 @@ class PrefixOutputs(State):
     """Attention outputs over a block's prefix, one row per request: all layers that keep, all tokens, all heads."""
 
     least_rows: int = 1
+    slot: int = 1
     layers: int
 
     def columns(self, arch: Architecture) -> int:
@@ -195,7 +196,7 @@ def reuse_of_table(
     reuse: PrefixReuse, layers: int, step: StepGraph, served: Mapping[str, Buffer]
 ) -> Mapping[str, Supply]:
     """Return the same inputs of requests of a table."""
-    own = step.phase.own_column(kept_outputs(layers))
+    own = kept_outputs(layers).own_column
     return together(
         ("kept_row", "prefix", "refreshed"),
         lambda: step.g.add_op(

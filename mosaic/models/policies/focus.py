@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mosaic.models.step_graph import Ending, StepGraph
     from mosaic.registrar.graph import Buffer
 
-HISTORY: Final = State(name="focus_history", width=4, dtype="float32", least_rows=1)
+HISTORY: Final = State(name="focus_history", width=4, dtype="float32", least_rows=1, slot=2)
 """Per request, the number of decoded tokens, as a sum or an average, and the number of steps. Of a request of a table also its
 progress (`focus_requests`)."""
 REACH: Final = "reach"
@@ -204,7 +204,7 @@ class Focus(Cut):
         )  # fmt: skip
 
     def _noted(self, phase: Phase) -> dict[str, Any]:
-        return {"own": phase.own_column(HISTORY), "processed": self.block, "first_step": self.eviction.first_step}
+        return {"own": HISTORY.own_column, "processed": self.block, "first_step": self.eviction.first_step}
 
     def check(self, request: Any, arch: Architecture) -> None:
         """Check that the model can be cut this way, and that a request states its progress, with a window that contains

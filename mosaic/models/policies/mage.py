@@ -193,7 +193,7 @@ class Selected(Kept):
         found = together(
             _OF_TABLE,
             lambda: step.g.add_op(
-                "select_requests", *given, name="selecting", own=step.phase.own_column(index_sets(chosen)),
+                "select_requests", *given, name="selecting", own=index_sets(chosen).own_column,
                 carried=chosen.carried, answer=chosen.voters == "answer",
             ),
         )  # fmt: skip
@@ -227,6 +227,11 @@ class Selected(Kept):
         """The policy of steps in which requests may select, and refresh."""
         found = replace(self, selects=True, refreshes=self.reuse is not None)
         return self if found == self else found
+
+    @property
+    def serves_exact(self) -> bool:
+        """Return whether no layer reuses outputs."""
+        return self.reuse is None
 
     @property
     def states(self) -> Sequence[State]:

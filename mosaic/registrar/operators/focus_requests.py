@@ -16,7 +16,8 @@ tokens of the prompt. Let n be the steps before it that count, -1 in such a pref
 - progress[i] is the number of positions that were kept, or with `reach` "step" 0.
 - decoded[i] is -1 if no step of the request has counted, or with `history` "block" none of the block; else as the state has it.
 
-Of empty windows owner and first are 0, listed and progress too, and decoded is -2; of tokens behind the last window all is 0.
+A request whose column `own` is -1 evicts nothing: all but `first` is as of an empty window. Of empty windows owner
+and first are 0, listed and progress too, and decoded is -2; of tokens behind the last window all is 0.
 """
 
 from typing import Final

@@ -1,19 +1,20 @@
 """Which requests of a table the next step serves, and the bounds of their windows, as far as the step has room.
 
 table[S, C] has a row a request (`mosaic.registrar.request_table`); room[0] = first, count, tokens, rows,
-extents, group, marked. The `count` rows from `first` on are looked at. A request whose state is RUNNING wants
+extents, groups, marked. The `count` rows from `first` on are looked at. A request whose state is RUNNING wants
 
 - while WRITTEN < PREFIX, the next tokens of its prompt, whole blocks and as many as there are, and decides no row;
 - else a step of its block, as WINDOW says. It decides the OPEN rows; of `FIRST_ONES` and `RANDOM_ONES` at most as
   many as it commits.
 
-Left out are requests of another group than the step's, where prompts are of group 0, those whose step of the block has its bit in
-MARKS, unless the step is `marked`, and those whose window has more than `tokens`. There is room for `sequences` windows, `tokens`
-tokens, `rows` rows to decide and `extents` extents of keys. Who decides comes first, in the order of SERVED - PRIORITY, then of
-rows of the table, up to the first one that does not fit. Then come prompts, in the same order, as far as whole blocks fit, up to
-the first one that is served in part. If the first prompt's SERVED - PRIORITY is PATIENCE turns ago, an eighth of the tokens, a
-block at least, is kept for prompts. Turns are counted by SERVED, whose largest is the last turn: whoever decides gets the next one,
-and a prompt keeps the turn in which it came.
+Left out are requests whose GROUP has no bit in `groups`, prompts unless that is the bit of group 0 alone, those whose
+step of the block has its bit in MARKS, unless the step is `marked`, and those whose window has more than `tokens`.
+There is room for `sequences` windows, `tokens` tokens, `rows` rows to decide and `extents` extents of keys. Who
+decides comes first, in the order of SERVED - PRIORITY, then of rows of the table, up to the first one that does not
+fit. Then come prompts, in the same order, as far as whole blocks fit, up to the first one that is served in part. If
+the first prompt's SERVED - PRIORITY is PATIENCE turns ago, an eighth of the tokens, a block at least, is kept for
+prompts. Turns are counted by SERVED, whose largest is the last turn: whoever decides gets the next one, and a prompt
+keeps the turn in which it came.
 
 Window i is of row[i] of the table, begins at begin[i] and sees the first seen[i] keys. cu_seqlens, cu_rows and cu_extents say
 where its tokens, rows to decide and extents begin. Beyond the last window row is -1 and windows are empty.

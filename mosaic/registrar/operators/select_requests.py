@@ -12,7 +12,8 @@ block after PREFIX. For window i:
 - cu_keys has the bounds of the seen keys;
 - votes[t] says whether the token is at START or after it; with `answer` also at PROMPT or after it.
 
-Beyond the last window everything is 0, and bounds do not grow.
+A request whose column `own` is -1 has no selections: it attends to all that it sees, and the rest is 0. Beyond the last
+window everything is 0, and bounds do not grow.
 """
 
 from mosaic.registrar.kernels import kernels_of

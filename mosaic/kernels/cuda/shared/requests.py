@@ -67,15 +67,17 @@ def mark_of(line, known):
 
 
 @triton.jit
-def wants(line, known, group, marked):
-    """Of rows of the table, in a step of a group, marked or not: who decides, who reads its prompt, the window, the keys it sees,
+def wants(line, known, groups, marked):
+    """Of rows of the table, in a step of groups, marked or not: who decides, who reads its prompt, the window, the keys it sees,
     rows, extents, span, the turn in which it was served, and the one by which it comes before others."""
     running = tl.load(line + STATE, mask=known, other=0) == RUNNING
     written, prefix = tl.load(line + WRITTEN, mask=known, other=0), tl.load(line + PREFIX, mask=known, other=0)
     start, length = tl.load(line + START, mask=known, other=0), tl.load(line + LENGTH, mask=known, other=0)
     block, window = tl.load(line + BLOCK, mask=known, other=1), tl.load(line + WINDOW, mask=known, other=0)
     span = tl.maximum(tl.load(line + SPAN, mask=known, other=1), 1)  # rows of nobody have none
-    mine = (tl.load(line + GROUP, mask=known, other=0) == group) & ((mark_of(line, known) == 0) | (marked != 0))
+    mine = ((groups >> tl.load(line + GROUP, mask=known, other=0)) & 1 != 0) & (
+        (mark_of(line, known) == 0) | (marked != 0)
+    )
     fills, closing, wide = written < prefix, closes(line, known), tl.load(line + WIDE, mask=known, other=0) != 0
     span_start = start - start % span
     span_end = tl.minimum(span_start + span, length)
@@ -89,7 +91,7 @@ def wants(line, known, group, marked):
     extents, served = tl.load(line + EXTENTS, mask=known, other=0), tl.load(line + SERVED, mask=known, other=0)
     return (
         running & mine & (written >= prefix),
-        running & fills & (group == 0),
+        running & fills & (groups == 1),
         begin,
         end,
         seen,
