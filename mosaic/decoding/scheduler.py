@@ -141,6 +141,7 @@ class Scheduler:
         of_block = (column[Column.BLOCK] - column[Column.MORE]) // column[Column.QUOTA] + 2 * column[Column.SHIFTED]
         blocks = -(-(column[Column.END] - column[Column.START]) // column[Column.BLOCK])
         prompt = max(column[Column.PREFIX] - column[Column.WRITTEN], 0)
+        of_block += column[Column.POST_STEPS]
         return blocks * of_block, -(-prompt // column[Column.SPAN]), place
 
     def longest(self, row: TableRow) -> int:
