@@ -11,7 +11,7 @@ import torch
 from test_kernels import Case, check_allocates_nothing
 
 from mosaic.decoding.noise import key_of, row_keys
-from mosaic.kernels.shared.requests import bits
+from mosaic.kernels.shared.requests import bits, block_hash
 from mosaic.models import load
 from mosaic.models.parts import (
     CANVAS,
@@ -94,15 +94,18 @@ class Requests:
         column[Column.PREFIX], column[Column.BLOCK], column[Column.WINDOW] = prefix, block, window
         column[Column.QUOTA], column[Column.MORE] = rng.randint(1, block), rng.randrange(3)
         column[Column.DECIDES], column[Column.TOP_K], column[Column.CUTS] = (
-            rng.randrange(3),
+            rng.randrange(4 if shifted else 5),
             rng.randrange(9),
             rng.randrange(2),
         )
         column[Column.SPAN], column[Column.SHIFTED], column[Column.WIDE] = span, shifted, rng.randrange(2)
         column[Column.NOISE] = key_of(rng.randrange(2**64), rng.randrange(9))
         column[Column.STOP : Column.STOP + 4] = [rng.randrange(20), -1, rng.choice([-1, 5]), -1]
-        for setting in (Column.THRESHOLD, Column.TEMPERATURE, Column.TOP_P):
+        numbers = Column.THRESHOLD, Column.TEMPERATURE, Column.TOP_P, Column.EDIT_THRESHOLD, Column.SCORE_TEMPERATURE
+        for setting in numbers:
             column[setting] = bits(rng.random())
+        column[Column.SCHEDULE] = rng.choice([0, 0, 3])
+        column[Column.SINCE], column[Column.POST_STEPS] = rng.randrange(6), rng.randrange(5)
         column[Column.WRITTEN], column[Column.START], column[Column.NUMBER] = min(written, prefix), now, number
         column[Column.BEFORE] = span if at and span < CANVAS_LONG and now % span == 0 and not number else 0
         column[Column.GROUP] = rng.choice([0, 0, 0, 2]) * self.groups
@@ -111,7 +114,7 @@ class Requests:
         column[Column.STEP], column[Column.SERVED] = rng.randrange(50), rng.randrange(12)
         column[Column.PRIORITY] = random.Random(len(tokens)).choice([0, 0, 3, -9, 1 << 30])
         column[Column.OPEN] = sum(token == OPEN for token in canvas[now : now + block])
-        tokens += canvas
+        tokens += canvas + [rng.randrange(99) << 32 | rng.randrange(9) for _ in range(column[Column.SCHEDULE])]
         extents += mine
         return column
 
@@ -160,6 +163,7 @@ class Requests:
                for name in ("token_rows", "rows", "decided_rows")},
             "extents": torch.empty(sizes["count"], 4, dtype=torch.int64),
             "quota": torch.empty(sequences, dtype=I32), "threshold": torch.empty(sequences),
+            "edit_threshold": torch.empty(sequences),
         }  # fmt: skip
         return Case("place_requests", {**given, **packed}, outputs, sizes)
 
@@ -174,6 +178,7 @@ class Requests:
             "top_p": torch.empty(rows),
         }
         outputs |= {"top_k": torch.empty(rows, dtype=I32), "cuts": torch.empty(rows, dtype=torch.uint8)}
+        outputs["score_temperature"] = torch.empty(rows)
         return Case("draw_requests", {**given, "decided_rows": decided}, outputs, {})
 
     def select(self) -> Case:
@@ -208,8 +213,12 @@ class Requests:
         computed = rng.randrange(len(given["row"]) + 1)  # of a cut step some may have to wait
         for name in ("cu_seqlens", "cu_rows"):
             given[name] = placing.operands[name].clamp(max=int(placing.operands[name][computed]))
-        given |= {"table": self.table.clone(), "canvas": canvas, "committed": committed.byte()}
-        return Case("advance_requests", given, {"report": torch.empty(len(given["row"]), WIDTH, dtype=torch.int64)}, {})
+        table = self.table.clone()
+        for own in table:  # some blocks that are edited are as they were
+            block = canvas[own[Column.CANVAS] + own[Column.START] :][: own[Column.BLOCK]]
+            own[Column.SAVED] = rng.choice([0, block_hash(block.numpy(), int(own[Column.START]))])
+        report = torch.empty(len(given["row"]), WIDTH, dtype=torch.int64)
+        return Case("advance_requests", {**given, "table": table, "canvas": canvas}, {"report": report}, {"mask_id": 7})
 
 
 def values(found: dict[str, Any]) -> dict[str, Any]:
@@ -258,7 +267,7 @@ def test_plans_of_steps_over_a_table_are_proved(device: str) -> None:
 
 
 def test_the_keys_of_rows_are_those_of_noise() -> None:
-    case = Requests(4).draw()
+    case = Requests(1).draw()
     given, bounds = case.operands, case.operands["cu_rows"].tolist()
     row = next(row for row in range(len(bounds) - 1) if bounds[row + 1] > bounds[row])
     request, mine = int(given["row"][row]), slice(bounds[row], bounds[row + 1])

@@ -161,7 +161,7 @@ class Clock:
             "positions": torch.empty(self.tokens, dtype=I32), "token_rows": torch.empty(self.tokens, dtype=torch.int64),
             "rows": torch.empty(self.rows, dtype=torch.int64), "decided_rows": torch.empty(self.rows, dtype=torch.int64),
             "extents": torch.empty(self.most_extents, 4, dtype=torch.int64), "quota": torch.empty(self.sequences, dtype=I32),
-            "threshold": torch.empty(self.sequences),
+            "threshold": torch.empty(self.sequences), "edit_threshold": torch.empty(self.sequences),
         }  # fmt: skip
         kernels.load("place_requests").launch(
             table=self.table, canvas=self.canvas, held_extents=self.extents, row=packed["row"], begin=packed["begin"],
@@ -182,8 +182,8 @@ class Clock:
         self.left.clear()
         report = torch.empty(self.sequences, WIDTH, dtype=torch.int64)
         kernels.load("advance_requests").launch(
-            table=self.table, canvas=self.canvas, row=packed["row"], begin=packed["begin"], committed=committed,
-            cu_seqlens=bounds["cu_seqlens"], cu_rows=bounds["cu_rows"], report=report, scratch=None,
+            table=self.table, canvas=self.canvas, row=packed["row"], begin=packed["begin"],
+            cu_seqlens=bounds["cu_seqlens"], cu_rows=bounds["cu_rows"], report=report, mask_id=1, scratch=None,
         )  # fmt: skip
         for line in report.tolist():
             if line[Reported.ROW] >= 0 and line[Reported.END]:

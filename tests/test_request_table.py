@@ -110,14 +110,19 @@ def drawn(rng: random.Random, family: str, longest: int) -> dict[str, Any]:
         config["gen_length"] = -(-config["gen_length"] // block) * block
         config["cache"] = rng.choice(["dual", "prefix", "dual", "prefix", None])
         if rng.random() < 0.5:
-            rules = [{"threshold": rng.choice([0.02, 0.03, 0.5])}, {"factor": rng.choice([0.5, 1.5])}]
-            config |= {"algorithm": "fast-dllm", **rng.choice(rules)}
+            rule = {"factor": 1.5} if rng.random() < 0.2 else {"threshold": rng.choice([0.02, 0.03, 0.5])}
+            config |= {"algorithm": "fast-dllm", **rule}
         else:
             config |= {"algorithm": "llada", "steps": config["gen_length"] // block * rng.choice([1, 2, block])}
             config["remasking"] = rng.choice(["low_confidence", "random"])
         if family == "dream" and config["algorithm"] == "fast-dllm":
             config["top_p"] = rng.choice([None, 0.8])
         return config
+    if family == "llada2" and rng.random() < 0.5:
+        return config | {
+            "algorithm": "llada2.1", "threshold": rng.choice([0.02, 0.03, 0.2]), "top_k": rng.choice([None, 5]),
+            "edit_threshold": rng.choice([0.015, 0.03, 0.9]), "max_post_steps": rng.choice([0, 1, 4]),
+        }  # fmt: skip
     if family == "sdar":
         config["remasking"] = rng.choice(["low_confidence_static", "low_confidence_dynamic", "sequential"])
     config["steps"] = rng.randint(1, 4)
@@ -277,6 +282,26 @@ def test_random_requests_get_what_they_get_alone(
         caller.check(place)
     assert len(caller.cancelled) < count // 2 and shared > steps // 8
     assert models[family].state_rows == {}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("edit_threshold", [0.015, 0.1])
+def test_blocks_that_are_edited_end_where_the_mask_is_the_surest_token(
+    edit_threshold: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens decided as the mask look open to the next step, and edits go round in circles."""
+    options: dict[str, Any] = {"algorithm": "llada2.1", "gen_length": 31, "threshold": 0.9, "stop_at_eos": False}
+    config = GenerationConfig(edit_threshold=edit_threshold, **options)
+    with mosaic.compile(CONFIGS["llada2"], seed=3, host_budget=0) as model:
+        usual = model.generate([prompt_of(9)], config)[0].token_ids.tolist()
+    mask = max(set(usual), key=usual.count)
+    with mosaic.compile({**CONFIGS["llada2"], "mask_token_id": mask}, seed=3, host_budget=0) as model:
+        prompts = [torch.where(prompt_of(length) == mask, mask - 1, prompt_of(length)) for length in (9, 3, 17)]
+        caller = Caller(model, [Asked(prompt, config, place) for place, prompt in enumerate(prompts)], monkeypatch)
+        with model.session() as session:
+            start(caller, session, 0, 1, 2)
+            finish(session)
+        check_tokens(caller, 0, 1, 2)
 
 
 # --- rows that come and go --------------------------------------------------------------------------------------------

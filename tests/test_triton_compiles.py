@@ -191,9 +191,10 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
         "positions": empty(rows, dtype=torch.int32),
         **dict.fromkeys(("token_rows", "rows", "decided_rows"), some),
     }
-    per_window = {"quota": sequences, "threshold": empty(64, dtype=wide)}
+    per_window = {"quota": sequences, "threshold": empty(64, dtype=wide), "edit_threshold": empty(64, dtype=wide)}
     yield "place_requests", {**table, **held, **packed, **placed, **per_window}
     of_rows = {"row": packed["row"], "cu_rows": bounds["cu_rows"], "decided_rows": some, "keys": some, "cuts": cuts}
+    of_rows["score_temperature"] = limits["temperature"]
     yield "draw_requests", {**table, **of_rows, **limits}
     own = {"own": 25, "row": packed["row"], **table}
     some_of = {
@@ -211,7 +212,7 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     del packed["cu_extents"]
     yield (
         "advance_requests",
-        {**table, **packed, "canvas": some, "committed": cuts, "report": empty(64, WIDTH, dtype=index)},
+        {**table, **packed, "canvas": some, "report": empty(64, WIDTH, dtype=index), "mask_id": 63},
     )
     history = {"state": empty(64, 4, dtype=wide), "own": 23, "processed": 0}
     each = {**dict.fromkeys(("first", "progress", "decoded"), sequences), "owner": packed["row"]}

@@ -14,22 +14,25 @@ import torch
 
 from mosaic.decoding.block_diffusion import block_shapes
 from mosaic.decoding.blocks import Blocks
-from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps
+from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps, whole_blocks
+from mosaic.decoding.rows import TableRow
 from mosaic.models.parts import KEPT, Commit
 from mosaic.models.phase import Phase
+from mosaic.registrar.request_table import ALL_ONES
 
 if TYPE_CHECKING:
     from mosaic.decoding.config import GenerationConfig
     from mosaic.models.architecture import Architecture
 
-__all__ = ["decode", "shapes"]
+__all__ = ["decode", "row", "shapes"]
 
+EDIT: Final = Commit(score="confidence", rule="edit")
 _AT_LEAST: Final = 1
 """Masks that a step fills when none is confident enough."""
 
 
 def _phase(config: GenerationConfig) -> Phase:
-    return Phase(cache=KEPT, head=Sampling.of(config, scaled=True).head, commit=Commit(score="confidence", rule="edit"))
+    return Phase(cache=KEPT, head=Sampling.of(config, scaled=True).head, commit=EDIT)
 
 
 def decode(canvas: Canvas) -> Steps:
@@ -50,9 +53,9 @@ def _edit_block(canvas: Canvas, blocks: Blocks, start: int, *, unwritten: int) -
     """Decode a block, until no mask is left and a step changes nothing, or enough steps have only edited."""
     config, sampling, end = canvas.config, Sampling.of(canvas.config, scaled=True), start + blocks.block
     positions = torch.arange(max(start, canvas.prompt_len), end)
-    first, post_steps, seen, quota = start - unwritten, 0, set[bytes](), _AT_LEAST
-    while (filling := bool(canvas.masked[start:end].any())) or post_steps < config.max_post_steps:
-        before = canvas.tokens[start:end].clone()
+    first, since, saved, quota = start - unwritten, 0, b"", _AT_LEAST
+    left = int(canvas.masked[start:end].sum())
+    while left or since < config.max_post_steps:
         result = yield blocks.ask(
             canvas,
             blocks.step(start, 0, (first, end)),
@@ -65,14 +68,29 @@ def _edit_block(canvas: Canvas, blocks: Blocks, start: int, *, unwritten: int) -
         canvas.take(positions, result)
         # what was decided as the mask is a mask to the next step: where such take every place for ever, there are more places
         first, tokens, masked = start, canvas.tokens[start:end], canvas.masked[start:end]
+        opened, left = left, int(masked.sum())
+        since = 0 if left < opened else since + 1
         state = tokens.numpy().tobytes() + masked.numpy().tobytes()
+        as_before = state == saved
         decided_as_mask = (tokens == canvas.architecture.mask_token_id) & ~masked
-        quota = _AT_LEAST + (int(decided_as_mask.sum()) if state in seen else 0)
-        seen.add(state)
-        if not filling:
-            post_steps += 1
-            if torch.equal(before, canvas.tokens[start:end]):
-                return
+        quota = _AT_LEAST + (int(decided_as_mask.sum()) if as_before else 0)
+        if (
+            not left or since & (since - 1) == 0
+        ):  # tokens that go round in a circle come back to those of one of these steps
+            saved = state
+        if not left and since and as_before:
+            return
+
+
+def row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> TableRow:
+    """Return what a table has to know of a request."""
+    prefix, length = whole_blocks(config, prompt_len)
+    block = config.block_length or 1
+    return TableRow(
+        sampling=Sampling.of(config, scaled=True), start=prefix, prefix=prefix, length=length, block=block, span=block,
+        threshold=config.threshold or 0.0, decides=ALL_ONES, commit=EDIT, edit_threshold=config.edit_threshold,
+        post_steps=config.max_post_steps,
+    )  # fmt: skip
 
 
 def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> Shapes:

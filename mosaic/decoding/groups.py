@@ -50,7 +50,7 @@ class Groups:
     """The groups of a session, by number."""
 
     def __init__(self) -> None:
-        self._numbers = {Group(KEPT, None, RULE): 0}
+        self._numbers = {Group(KEPT, None, RULE.covering): 0}
         self._turns = dict[int, int]()  # the launch in which each had its last one
         self._launches = 0
 
@@ -65,7 +65,7 @@ class Groups:
         UsageError
             If there are too many.
         """
-        group = Group(row.cache.covering, row.cut, row.commit)
+        group = Group(row.cache.covering, row.cut, row.commit.covering)
         if group not in self._numbers and len(self) == MOST:
             raise UsageError(f"a session serves {MOST} combinations of policies: open another one for more.")
         return self._numbers.setdefault(group, len(self))

@@ -1,7 +1,6 @@
 """A request as a row of a table on the device: what an algorithm says of it, and its columns.
 
-An algorithm whose steps follow from a few numbers describes its requests so (`Algorithm.row`). Others, and requests with policies,
-are generators on the host.
+An algorithm whose steps follow from a few numbers describes its requests so (`Algorithm.row`). Others are generators on the host.
 """
 
 from __future__ import annotations
@@ -61,6 +60,9 @@ class TableRow(NamedTuple):
         Of the kind of step, as policies have made them; where a step is marked, what covers this cache.
     commit
         Which of the rows to decide are committed.
+    edit_threshold, post_steps
+        Of a request that decides all positions, the score above which a decided token is replaced, and the most steps that only
+        edit a block.
     marks
         Bit n: step n of a block is marked (`Column.MARKS`).
     """
@@ -80,6 +82,8 @@ class TableRow(NamedTuple):
     cache: CachePolicy = KEPT
     cut: Cut | None = None
     commit: Commit = RULE
+    edit_threshold: float = 0.0
+    post_steps: int = 0
     marks: int = 0
 
     @property
@@ -127,7 +131,8 @@ def columns_of(row: TableRow, canvas: Canvas, group: int, priority: int) -> tupl
         Column.THRESHOLD: bits(row.threshold), Column.TEMPERATURE: bits(row.sampling.temperature),
         Column.TOP_P: bits(row.sampling.top_p), Column.CUTS: int(row.sampling.head.cuts), Column.START: row.start,
         Column.SPAN: row.span or CANVAS_LONG, Column.SHIFTED: int(row.shifted), Column.BEFORE: row.before, Column.WIDE: 1,
-        Column.GROUP: group, Column.MARKS: row.marks, Column.PRIORITY: priority,
+        Column.GROUP: group, Column.MARKS: row.marks, Column.PRIORITY: priority, Column.POST_STEPS: row.post_steps,
+        Column.EDIT_THRESHOLD: bits(row.edit_threshold),
         Column.OPEN: int(canvas.mask_array[row.start : row.start + row.block].sum()),
     }  # fmt: skip
     column[[int(key) for key in given]] = list(given.values())

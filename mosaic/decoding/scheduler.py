@@ -12,6 +12,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -52,6 +53,9 @@ SHARES: Final = 8
 FORESEEN_EXTENTS: Final = 4
 """Extents of keys that warm steps have room for, for each request: of 64 to 256 random requests that come and go, 3.5 at most."""
 _NEVER: Final = bits_of(ALL)
+SLOWER: Final = 1.25
+SLOWEST: Final = 4.0
+"""How much longer steps with prompts beside blocks take than their plans say, until one was timed, and at most."""
 AHEAD: Final = 2
 """Steps that are launched before the first of them is read, on a device."""
 
@@ -95,6 +99,7 @@ class Scheduler:
         self._groups = Groups()
         self._kept = defaultdict[Cut, KeptOfRequests](KeptOfRequests)
         self._deciding = self._decided = 0
+        self._slower, self._arrived = (SLOWER if runner.asynchronous else 1.0), 0.0
         self._served: ServedSteps | None = None
 
     @property
@@ -156,6 +161,7 @@ class Scheduler:
         of_block = (column[Column.BLOCK] - column[Column.MORE]) // column[Column.QUOTA] + 2 * column[Column.SHIFTED]
         blocks = -(-(column[Column.END] - column[Column.START]) // column[Column.BLOCK])
         prompt = max(column[Column.PREFIX] - column[Column.WRITTEN], 0)
+        of_block += column[Column.POST_STEPS]
         return blocks * of_block, -(-prompt // column[Column.SPAN]), place
 
     def longest(self, row: TableRow) -> int:
@@ -295,8 +301,18 @@ class Scheduler:
                 pass
             table.wait()
             with interrupts_held():
-                self._served = self._of_live(table.read())
+                step, served = table.launched[0], table.read()
+                self._note_pace(step, served)
+                self._served = self._of_live(served)
         return self._served
+
+    def _note_pace(self, step: Launched, served: Served) -> None:
+        """Note how much longer a step with prompts beside blocks takes than its plan says, which does not know their keys."""
+        began, self._arrived = max(self._arrived, step.started), perf_counter()
+        reads = np.diff(served.report[:, Reported.ROWS], prepend=0) == 0
+        if self._runner.asynchronous and reads.any() and not reads.all():
+            slower = 1e3 * (self._arrived - began) / self._table.predicted_ms(step.room)
+            self._slower = min(max(slower, (slower + self._slower) / 2, 1.0), SLOWEST)
 
     def taken(self) -> None:
         """Take note that the session has the outcome of the last step."""
@@ -351,12 +367,18 @@ class Scheduler:
         _, block, own_rows = _needed(kinds)
         rows = min(max(int(asked.rows[decides].sum()), own_rows), deciding or own_rows)
         first = _first(columns, length, decides, fills)
-        least = max(first, min(max(deciding, *map(_usual, kinds)), self._most(block)))
+        usual = 0 if self._knows(columns[decides]) else max(map(_usual, kinds))
+        least = max(first, min(max(deciding, usual), self._most(block)))
         most = max(least, min(deciding + prompts, self._most(block)))
         marked = self._groups.mixes(groups) or bool(asked.marked[decides].any())
         asking = partial(Room.of, _phase(kinds, marked=marked), int(asks.sum()))
         room = self._room(asking, first, least, most, rows, kinds, several=deciding > 0 and prompts > 0)
         return room, marked, decides
+
+    def _knows(self, columns: NDArray[np.int64]) -> bool:
+        """Whether it is known what these will ask for: nothing is in flight, or their steps decide a number of tokens."""
+        column = columns.T
+        return not self._table.launched or bool((column[Column.THRESHOLD] == _NEVER).all())
 
     def _expected(self) -> NDArray[np.int64]:
         """The table as it will be when what is in flight has ended: requests decide what they have to, or what is usual."""
@@ -395,7 +417,8 @@ class Scheduler:
         if blocks <= fewest and not table.fits(asking(blocks, block, rows)):
             return alone
         if several:
-            limit = max(self._delay_ms, table.predicted_ms(asking(min(own, blocks), block, rows)))
+            alone_ms = table.predicted_ms(asking(min(own, blocks), block, rows))
+            limit = max(self._delay_ms / self._slower, alone_ms)
             while blocks > own and table.predicted_ms(asking(blocks, block, rows)) > limit:
                 blocks = max(_below(blocks), own)
         return asking(blocks, block, rows)

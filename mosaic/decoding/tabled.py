@@ -14,7 +14,7 @@ from mosaic.decoding.rows import columns_of
 from mosaic.decoding.streaming import Step
 from mosaic.models.parts import CANVAS, HELD_EXTENTS, KV
 from mosaic.registrar.operators.read_canvas import OPEN
-from mosaic.registrar.request_table import Column, Reported
+from mosaic.registrar.request_table import ALL_ONES, Column, Reported
 
 if TYPE_CHECKING:
     from mosaic.decoding.canvas import Canvas
@@ -95,6 +95,8 @@ class TabledRequest(LiveRequest):
         np.copyto(canvas.token_array, np.where(canvas.mask_array, canvas.architecture.mask_token_id, tokens))
         np.copyto(canvas.confidence_array, self._table.confidence[mine])
         canvas.step, canvas.block = int(column[Column.STEP]), self.row.number_of(int(column[Column.START]))
+        if self.row.decides == ALL_ONES:
+            canvas.settled = max(int(column[Column.START]), canvas.prompt_len)
         self.steps = int(self._table.steps[self.place])
 
     def tell(self, step: Step) -> None:
@@ -105,6 +107,8 @@ class TabledRequest(LiveRequest):
     def end(self, early: Early | None = None) -> None:
         """Leave the table, give back all rows and make the generation."""
         self.look()
+        if early is None and self.row.decides == ALL_ONES:
+            self._canvas.settled = self.row.length
         if self.place is not None:
             place, self.place = self.place, None
             self._table.leave(place)

@@ -174,6 +174,8 @@ class _Asking:
         in_canvas = self[Column.SPAN] > self[Column.LENGTH] and self[Column.WINDOW] != 3 and self[Column.NUMBER] == 0
         if self.closes or (self[Column.SHIFTED] and in_canvas):
             return 1
+        if self[Column.DECIDES] == 4:
+            return self[Column.START] + self[Column.BLOCK] - max(self[Column.START], self[Column.PROMPT])
         quota = self[Column.QUOTA] + (1 if self[Column.NUMBER] < self[Column.MORE] else 0)
         return min(quota, self[Column.OPEN]) if self[Column.DECIDES] else self[Column.OPEN]
 

@@ -247,7 +247,8 @@ def _shared(phases: tuple[Phase, ...]) -> Phase:
     first, *others = phases
     if not others:
         return first
-    parts = {kind: _least([getattr(phase, kind) for phase in phases]) for kind in ("cache", "head")}
+    kinds = ("cache", "head", *(("commit",) if first.commit is not None else ()))
+    parts = {kind: _least([getattr(phase, kind) for phase in phases]) for kind in kinds}
     return replace(first, **parts)
 
 

@@ -36,12 +36,12 @@ class Column(IntEnum):
     """Tokens of a block."""
     WINDOW = 9
     """What a step computes: `BY_BLOCKS`, `REFRESHED`, `FROM_BLOCK` or `WHOLE`."""
-    QUOTA = 10
-    """Tokens that each step of a block commits at least."""
+    EDIT_THRESHOLD = 10
+    """The bits of a float32: of a request that decides all positions, the score above which a decided token is replaced."""
     MORE = 11
     """How many first steps of a block commit one more."""
     DECIDES = 12
-    """Which open positions of the block a step decides: `OPEN_ONES`, `FIRST_ONES` or `RANDOM_ONES`."""
+    """Which positions of the block a step decides: `OPEN_ONES`, `FIRST_ONES`, `RANDOM_ONES`, `LEAST_ONES` or `ALL_ONES`."""
     TOP_K = 13
     """Of the sampling; 0: off."""
     NOISE = 14
@@ -67,25 +67,39 @@ class Column(IntEnum):
     """Whether row i-1 predicts position i."""
     PRIORITY = 31
     """Turns by which it goes before others, as if it had been served so much earlier."""
-    WRITTEN = 32
+    POST_STEPS = 32
+    """Of a request that decides all positions, the most steps after the one that has left none open."""
+    SCHEDULE = 33
+    """Entries of its schedule, which lie in the canvas behind its positions: entry n has the quota of step n in its low 32 bits,
+    and above them the STEP that the step counts as. 0: there is none."""
+    SCORE_TEMPERATURE = 34
+    """The bits of a float32: the temperature at which scores are perturbed; 0: not at all."""
+    WRITTEN = 35
     """Tokens of the prefix whose keys are written."""
-    START = 33
+    START = 36
     """Where the block begins that is decoded."""
-    BEFORE = 34
+    BEFORE = 37
     """Tokens before the block whose final keys the next step writes."""
-    NUMBER = 35
+    NUMBER = 38
     """Steps of the block so far; of blocks that share a span of the model, all its steps."""
-    STEP = 36
-    """Steps so far that have decided, which random keys count."""
-    OPEN = 37
+    STEP = 39
+    """Steps so far that have decided, which random keys count; by its schedule, with steps that would have decided nothing."""
+    OPEN = 40
     """Positions of the block where nothing is decided."""
-    WIDE = 38
+    WIDE = 41
     """Whether the next step computes the whole span."""
-    SERVED = 39
+    QUOTA = 42
+    """Tokens that the next step of the block commits at least."""
+    SINCE = 43
+    """Steps of the block since the last one that has left fewer positions open."""
+    SAVED = 44
+    """Of a request that decides all positions, the hash of the block's tokens (`block_hash` of `mosaic.kernels.shared.requests`)
+    after an earlier step; 0: there was none."""
+    SERVED = 45
     """The turn in which it decided last, at first the one in which it came."""
 
 
-COLUMNS: Final = 40
+COLUMNS: Final = 46
 STOPS: Final = 4
 MARKED_STEPS: Final = 62
 RUNNING, ENDED = 1, 2
@@ -97,9 +111,12 @@ its own: its last row predicts the first position after them, which it decides g
 decides the first position alone, too, if the next ones compute no row that predicts it."""
 CANVAS_LONG: Final = 1 << 31
 """The span of a model that attends both ways in all of the canvas."""
-OPEN_ONES, FIRST_ONES, RANDOM_ONES = 0, 1, 2
-"""What steps decide: all open positions of the block, the first ones, or those with the largest random numbers (`uniforms` of
-`mosaic.kernels.shared.requests`), both as many as are committed."""
+OPEN_ONES, FIRST_ONES, RANDOM_ONES, LEAST_ONES, ALL_ONES = 0, 1, 2, 3, 4
+"""What steps decide: all open positions of the block; the first ones, or those with the largest or the least random numbers
+(`uniforms` of `mosaic.kernels.shared.requests`), as many as are committed; or all positions of the block but the prompt's. These
+are edited: a decided token may be replaced, and one decided as the mask is a candidate. Such a block ends when none is open, and a
+step has changed nothing or POST_STEPS steps have edited. Where it is as it was after an earlier step, the next one commits at least
+as many more as are decided as the mask."""
 LENGTH, EOS = 1, 2
 """How a request ends: it has all tokens of its answer, or one that stops it."""
 

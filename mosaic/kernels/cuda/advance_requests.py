@@ -16,6 +16,8 @@ from mosaic.kernels.cuda.shared.requests import (
     NUMBER,
     OPEN,
     PREFIX,
+    PROMPT,
+    QUOTA,
     SERVED,
     SHIFTED,
     SPAN,
@@ -26,6 +28,8 @@ from mosaic.kernels.cuda.shared.requests import (
     WRITTEN,
     C,
     closes,
+    edits,
+    mixed,
 )
 from mosaic.registrar import request_table
 from mosaic.registrar.operators.advance_requests import WIDTH
@@ -33,8 +37,9 @@ from mosaic.registrar.operators.read_canvas import OPEN as OPEN_TOKEN
 from mosaic.registrar.request_table import Column, Reported
 
 AT_ONCE: Final = 64  # untuned default
-CANVAS, PROMPT, END, STEP, STOP = (
-    tl.constexpr(int(column)) for column in (Column.CANVAS, Column.PROMPT, Column.END, Column.STEP, Column.STOP)
+CANVAS, END, STEP, STOP = (tl.constexpr(int(one)) for one in (Column.CANVAS, Column.END, Column.STEP, Column.STOP))
+SINCE, SAVED, POST_STEPS, SCHEDULE = (
+    tl.constexpr(int(one)) for one in (Column.SINCE, Column.SAVED, Column.POST_STEPS, Column.SCHEDULE)
 )
 STOPS, ENDED = tl.constexpr(request_table.STOPS), tl.constexpr(request_table.ENDED)
 HAS_ALL, HAS_STOP = tl.constexpr(request_table.LENGTH), tl.constexpr(request_table.EOS)
@@ -44,9 +49,9 @@ NOTHING = tl.constexpr(OPEN_TOKEN)
 FAR = tl.constexpr(0x7FFFFFFF)
 
 
-@triton.jit(do_not_specialize=["windows"])
+@triton.jit(do_not_specialize=["windows", "mask_id"])
 def advance_requests_kernel(
-    table, canvas, row, begin, cu_seqlens, cu_rows, committed, report, windows, AT_ONCE: tl.constexpr, LINE: tl.constexpr,
+    table, canvas, row, begin, cu_seqlens, cu_rows, report, windows, mask_id, AT_ONCE: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     window = tl.program_id(0)
     request = tl.load(row + window)
@@ -67,14 +72,11 @@ def advance_requests_kernel(
         tl.load(line + OPEN),
     )
     before, step, served = tl.load(line + BEFORE), tl.load(line + STEP), tl.load(line + SERVED)
+    quota, since, saved = tl.load(line + QUOTA), tl.load(line + SINCE), tl.load(line + SAVED)
     fills = written < prefix
-    taken = open_left * 0
     last_row = tl.load(cu_rows + window + 1)
-    for at in range(tl.load(cu_rows + window), last_row, AT_ONCE):
-        taken += tl.sum(tl.load(committed + at + lane, mask=at + lane < last_row, other=0).to(tl.int64), 0)
     written += tl.where(fills, tokens, 0)
     decided = tl.where(fills, 0, 1)
-    open_left -= taken
     step += decided
     closing = closes(line, request >= 0)
     number += tl.where(closing, 0, decided)
@@ -85,14 +87,30 @@ def advance_requests_kernel(
     own = canvas + tl.load(line + CANVAS)
     until = tl.minimum(stop, end)
     first_open, masked = until * 0 + FAR, tl.maximum(end - stop, 0)
-    for at in range(start, until, AT_ONCE):
+    left, as_mask, now = until * 0, until * 0, until * 0
+    for at in range(start, stop, AT_ONCE):
         position = at + lane
-        none = tl.load(own + position, mask=position < until, other=NOTHING + 1) == NOTHING
+        inside = position < stop
+        token = tl.load(own + position, mask=inside, other=NOTHING + 1)
+        none = (token == NOTHING) & inside
         first_open = tl.minimum(first_open, tl.min(tl.where(none, position, FAR), 0))
-        masked += tl.sum(none.to(tl.int64), 0)
-    final = tl.minimum(first_open, until)
+        left += tl.sum(none.to(tl.int64), 0)
+        masked += tl.sum((none & (position < until)).to(tl.int64), 0)
+        as_mask += tl.sum(((token == mask_id) & inside).to(tl.int64), 0)
+        now += tl.sum(tl.where(inside, mixed(token ^ mixed(position.to(tl.int64))), 0), 0)
+    # what editing goes by
+    all_ones, notes = edits(line, request >= 0), edits(line, request >= 0) & (fills == 0)
+    since = tl.where(notes, tl.where(left < open_left, 0, since + 1), since)
+    again = now == saved
+    saved = tl.where(notes & ((left == 0) | ((since & (since - 1)) == 0)), now, saved)
+    quota = tl.where(notes, 1 + tl.where(again, as_mask, 0), quota)
+    open_left = left
+    enough = notes & ((since >= tl.load(line + POST_STEPS)) | (again & (since > 0)))
+    done = (left == 0) & ((all_ones == 0) | enough)
+    first = tl.maximum(start, tl.load(line + PROMPT))
+    final = tl.where(all_ones & (done == 0), first, tl.minimum(first_open, until))
     first_stop = until * 0 + FAR
-    for at in range(tl.maximum(start, tl.load(line + PROMPT)), final, AT_ONCE):
+    for at in range(first, final, AT_ONCE):
         position = at + lane
         token = tl.load(own + position, mask=position < final, other=NOTHING)
         stops = token < NOTHING
@@ -101,7 +119,7 @@ def advance_requests_kernel(
         first_stop = tl.minimum(first_stop, tl.min(tl.where(stops, position, FAR), 0))
     ended = tl.where(first_stop < FAR, HAS_STOP, tl.where(final == end, HAS_ALL, 0))
     tl.store(line + STATE, ended * 0 + ENDED, mask=ended > 0)
-    done = (ended == 0) & (open_left == 0)
+    done = (ended == 0) & done
     tl.store(said, request)
     tl.store(said + 1, tl.load(begin + window).to(tl.int64))
     tl.store(said + 2, tokens.to(tl.int64))
@@ -115,6 +133,11 @@ def advance_requests_kernel(
     open_left = tl.where(done, tl.minimum(block, tl.load(line + LENGTH) - stop), open_left)
     number = tl.where(leaves | (done & (span == CANVAS_LONG)), 0, number)
     start = tl.where(done, stop, start)
+    since, saved = tl.where(done, 0, since), tl.where(done, 0, saved)
+    quota = tl.where(done & all_ones, 1, quota)
+    scheduled = number < tl.load(line + SCHEDULE)
+    entry = tl.load(own + tl.load(line + LENGTH) + number, mask=scheduled, other=0)
+    step, quota = tl.where(scheduled, entry >> 32, step), tl.where(scheduled, entry & 0xFFFFFFFF, quota)
     waits = (tl.load(line + SHIFTED) != 0) & (open_left > 0)
     waits = waits & (tl.load(own + start, mask=waits, other=NOTHING + 1) == NOTHING)
     wide = (tl.load(line + WINDOW) == WHOLE) | (number == 0) | waits
@@ -125,7 +148,10 @@ def advance_requests_kernel(
     keep(line, said, 4, step)
     keep(line, said, 5, open_left)
     keep(line, said, 6, wide.to(tl.int64))
-    keep(line, said, 7, served)
+    keep(line, said, 7, quota)
+    keep(line, said, 8, since)
+    keep(line, said, 9, saved)
+    keep(line, said, 10, served)
 
 
 @triton.jit
@@ -136,8 +162,8 @@ def keep(line, said, place: tl.constexpr, value):
 
 
 def launch(
-    *, table: Tensor, canvas: Tensor, row: Tensor, begin: Tensor, cu_seqlens: Tensor, cu_rows: Tensor, committed:
-    Tensor, report: Tensor, scratch: Tensor | None = None,
+    *, table: Tensor, canvas: Tensor, row: Tensor, begin: Tensor, cu_seqlens: Tensor, cu_rows: Tensor, report: Tensor,
+    mask_id: int = 0, scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Update the table, and write the report."""
     advance_requests_kernel[(row.shape[0],)](
@@ -147,9 +173,9 @@ def launch(
         begin,
         cu_seqlens,
         cu_rows,
-        committed,
         report,
         row.shape[0],
+        mask_id,
         AT_ONCE=AT_ONCE,
         LINE=32,
         num_warps=2,

@@ -8,7 +8,19 @@ from typing import Final
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import tl, triton
-from mosaic.kernels.cuda.shared.requests import BLOCK, DECIDES, SHIFTED, START, C, alone, float_of, key_of, quota_of
+from mosaic.kernels.cuda.shared.requests import (
+    BLOCK,
+    DECIDES,
+    PROMPT,
+    SHIFTED,
+    START,
+    C,
+    alone,
+    edits,
+    float_of,
+    key_of,
+    quota_of,
+)
 from mosaic.kernels.cuda.shared.sampling import row_word, uniform
 from mosaic.registrar import request_table
 from mosaic.registrar.operators.read_canvas import OPEN
@@ -18,14 +30,15 @@ AT_ONCE: Final = 128  # untuned default
 COMPARED: Final = 16
 """Positions that random numbers are compared with at once: more of them spill."""
 CANVAS, EXTENT, THRESHOLD = (tl.constexpr(int(one)) for one in (Column.CANVAS, Column.EXTENT, Column.THRESHOLD))
-RANDOM_ONES = tl.constexpr(request_table.RANDOM_ONES)
+RANDOM_ONES, LEAST_ONES = tl.constexpr(request_table.RANDOM_ONES), tl.constexpr(request_table.LEAST_ONES)
+EDIT_THRESHOLD = tl.constexpr(int(Column.EDIT_THRESHOLD))
 NOTHING = tl.constexpr(OPEN)
 
 
 @triton.jit(do_not_specialize=["sequences", "tokens", "most", "count"])
 def place_requests_kernel(
     table, canvas, held_extents, row, begin, cu_seqlens, cu_rows, cu_extents, positions, token_rows, rows, decided_rows,
-    extents, quota, threshold, sequences, tokens, most, count, AT_ONCE: tl.constexpr, COMPARED: tl.constexpr,
+    extents, quota, threshold, edit_threshold, sequences, tokens, most, count, AT_ONCE: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
     window = tl.program_id(0)
     lane = tl.arange(0, AT_ONCE)
@@ -52,22 +65,26 @@ def place_requests_kernel(
     row_at, last_row = tl.load(cu_rows + window), tl.load(cu_rows + window + 1)
     block_start, block = tl.load(line + START, mask=known, other=0), tl.load(line + BLOCK, mask=known, other=0)
     first += tl.load(line + SHIFTED, mask=known, other=0)  # whose row predicts the window's first position
-    drawn = (tl.load(line + DECIDES, mask=known, other=0) == RANDOM_ONES) & (alone(line, known) == 0)
+    decides, all_ones = tl.load(line + DECIDES, mask=known, other=0), edits(line, known)
+    prompt = tl.load(line + PROMPT, mask=known, other=0)
+    drawn = ((decides == RANDOM_ONES) | (decides == LEAST_ONES)) & (alone(line, known) == 0)
+    sign = tl.where(decides == LEAST_ONES, -1.0, 1.0)
     least = tl.where(drawn, last_row - row_at, block + 1)
     for at in range(0, tl.where(last_row > row_at, block, 0), AT_ONCE):
         position = block_start + at + lane
         token = tl.load(canvas + own_canvas + position, mask=at + lane < block, other=NOTHING + 1)
         larger = lane * 0
         if drawn:
-            chance = uniform(row_word(2, key_of(line, known, position)))
+            chance = uniform(row_word(2, key_of(line, known, position))) * sign
             for other in range(0, block, COMPARED):
                 number = other + tl.arange(0, COMPARED)
                 place = block_start + number
                 beside = tl.load(canvas + own_canvas + place, mask=number < block, other=NOTHING + 1)
-                its = uniform(row_word(2, key_of(line, known, place)))[None, :]
+                its = uniform(row_word(2, key_of(line, known, place)))[None, :] * sign
                 before = (its > chance[:, None]) | ((its == chance[:, None]) & (place[None, :] < position[:, None]))
                 larger += tl.sum((before & (beside == NOTHING)[None, :]).to(tl.int32), 1)
-        open_ = ((token == NOTHING) & (larger < least)).to(tl.int32)
+        answer = (at + lane < block) & (position >= prompt)
+        open_ = ((token == NOTHING) & (larger < least) | all_ones & answer).to(tl.int32)
         place = row_at + tl.cumsum(open_, 0) - open_
         mine = (open_ > 0) & (place < last_row)
         tl.store(decided_rows + place, own_canvas + position, mask=mine)
@@ -80,18 +97,19 @@ def place_requests_kernel(
         tl.store(extents + at + lane, tl.load(held + at + lane, mask=mine, other=0), mask=mine)
     tl.store(quota + window, quota_of(line, known).to(tl.int32))
     tl.store(threshold + window, float_of(line, THRESHOLD, known))
+    tl.store(edit_threshold + window, float_of(line, EDIT_THRESHOLD, known))
 
 
 def launch(
     *, table: Tensor, canvas: Tensor, held_extents: Tensor, row: Tensor, begin: Tensor, cu_seqlens: Tensor, cu_rows:
     Tensor, cu_extents: Tensor, positions: Tensor, token_rows: Tensor, rows: Tensor, decided_rows: Tensor, extents:
-    Tensor, quota: Tensor, threshold: Tensor, tokens: int = 0, most: int = 0, count: int = 0, scratch: Tensor | None =
-    None,
+    Tensor, quota: Tensor, threshold: Tensor, edit_threshold: Tensor, tokens: int = 0, most: int = 0, count: int = 0,
+    scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write all outputs."""
     sequences = row.shape[0]
     place_requests_kernel[(sequences + 1,)](
         table, canvas, held_extents, row, begin, cu_seqlens, cu_rows, cu_extents, positions, token_rows, rows,
-        decided_rows, extents, quota, threshold, sequences, positions.shape[0], rows.shape[0],
+        decided_rows, extents, quota, threshold, edit_threshold, sequences, positions.shape[0], rows.shape[0],
         extents.shape[0], AT_ONCE=AT_ONCE, COMPARED=COMPARED,
     )  # fmt: skip

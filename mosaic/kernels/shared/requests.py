@@ -10,11 +10,20 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mosaic.registrar.request_table import CANVAS_LONG, FROM_BLOCK, MARKED_STEPS, OPEN_ONES, RUNNING, WHOLE, Column
+from mosaic.registrar.request_table import (
+    ALL_ONES,
+    CANVAS_LONG,
+    FROM_BLOCK,
+    MARKED_STEPS,
+    OPEN_ONES,
+    RUNNING,
+    WHOLE,
+    Column,
+)
 
 __all__ = [
-    "Wanted", "alone", "asked_of", "bits", "closes", "floats", "keys_of", "marked", "mixed", "quotas", "turns", "uniforms",
-    "wanted",
+    "Wanted", "alone", "asked_of", "bits", "block_hash", "closes", "floats", "keys_of", "marked", "mixed", "quotas", "turns",
+    "uniforms", "wanted",
 ]  # fmt: skip
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -84,6 +93,12 @@ def asked_of(asked: Wanted, groups: int) -> NDArray[np.bool_]:
     return found
 
 
+def block_hash(tokens_P: Ints, start: int) -> int:
+    """Return a hash of the tokens of a block that begins at position `start`: the sum of each one's, modulo 2^64."""
+    places = mixed(np.arange(start, start + len(tokens_P), dtype=np.uint64))
+    return int(mixed(tokens_P.view(np.uint64) ^ places).sum().view(np.int64))
+
+
 def turns(table_SC: Ints) -> Ints:
     """Return the turn of each request by which it comes before others, [S]: the earlier the sooner."""
     return table_SC[:, Column.SERVED] - table_SC[:, Column.PRIORITY]
@@ -134,6 +149,8 @@ def wanted(table_SC: Ints) -> Wanted:
     begin[fills], end[fills], seen[fills] = column[Column.WRITTEN, fills], column[Column.PREFIX, fills], 0
     rows, whole = np.minimum(quotas(table_SC), opened), column[Column.DECIDES] == OPEN_ONES
     rows[whole] = opened[whole]
+    edits = column[Column.DECIDES] == ALL_ONES
+    rows[edits] = (start + column[Column.BLOCK] - np.maximum(start, column[Column.PROMPT]))[edits]
     rows[alone(table_SC)] = 1
     rows[fills] = 0
     return Wanted(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from mosaic.errors import UnknownName
@@ -28,6 +28,11 @@ class CommitRule(Part):
     def results(self) -> Mapping[str, ResultPer]:
         """The head's token of each row, and the rule's outputs."""
         return {"token": "row", "score": "row", "committed": "row", "chosen": "row"}
+
+    @property
+    def covering(self) -> CommitRule:
+        """A rule whose steps also serve requests of this one, if they are of a table."""
+        return self
 
     def register(self, end: Ending, token: Buffer, figures: Mapping[str, Buffer]) -> None:
         """Register the rule for the head's tokens and scores."""
@@ -61,6 +66,11 @@ class Commit(CommitRule):
     def noisy(self) -> bool:
         """Whether it takes random keys: for random scores, or noise on scores."""
         return self.score == "random" or self.perturb
+
+    @property
+    def covering(self) -> Commit:
+        """Editing, of the dynamic rule: it does the same where all rows are open."""
+        return replace(self, rule="edit") if self.rule == "dynamic" else self
 
     def inputs(self, arch: Architecture) -> Sequence[Input]:
         """Return what stands in the rows, and what the rule goes by."""

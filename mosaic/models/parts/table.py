@@ -16,7 +16,6 @@ from mosaic.models.inputs import Input, together
 from mosaic.models.parts.windows import Windows
 from mosaic.models.state import State
 from mosaic.registrar.operators.advance_requests import WIDTH
-from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import COLUMNS
 
 if TYPE_CHECKING:
@@ -36,8 +35,8 @@ HELD_EXTENTS: Final = State(name="held_extents", width=4, dtype="int64", togethe
 """The extents of each request's keys, in order of position."""
 ROOM: Final = Input(name="room", dtype="int64", per="step", width=7)
 _BOUNDS: Final = ("cu_seqlens", "cu_rows", "cu_extents")
-_DRAWS: Final = ("keys", "temperature", "top_p", "top_k", "cuts")
-_PLACED: Final = ("positions", "token_rows", "rows", "decided_rows", "extents", "quota", "threshold")
+_DRAWS: Final = ("keys", "temperature", "top_p", "top_k", "cuts", "score_temperature")
+_PLACED: Final = ("positions", "token_rows", "rows", "decided_rows", "extents", "quota", "threshold", "edit_threshold")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class Tabled(Windows):
         shapes: dict[str, tuple[tuple[Any, ...], str]] = {
             "positions": ((tokens,), "int32"), "token_rows": ((tokens,), "int64"), "rows": ((masked,), "int64"),
             "decided_rows": ((masked,), "int64"), "extents": ((extents, 4), "int64"), "quota": ((seqs,), "int32"),
-            "threshold": ((seqs,), "float32"),
+            "threshold": ((seqs,), "float32"), "edit_threshold": ((seqs,), "float32"),
         }  # fmt: skip
         # of a step that is cut, the second graph gives back those of the rows to decide that are kept
         own = {name: (f"all_{name}", g.buffer) if cut else (name, g.output) for name in self.results}
@@ -93,18 +92,14 @@ class Tabled(Windows):
         )  # fmt: skip
         found = placed | {buffer.name: buffer for buffer in bounds}
         supplied = {"seen": keys} | {name: partial(_same, buffer) for name, buffer in found.items()}
-        supplied["token_ids"] = partial(_read, step, placed["token_rows"], "tokens", step.arch.mask_token_id)
-        supplied["current"] = partial(_read, step, placed["decided_rows"], "current", OPEN)
+        supplied["token_ids"] = partial(_read, step, placed["token_rows"], "tokens")
+        supplied["current"] = partial(_read, step, placed["decided_rows"], "current")
         supplied |= _draws(step, served, found)
         given = _Given(found | {REQUESTS.name: table, CANVAS.name: canvas, "served": served, "begins": begins})
         given.seen = keys
         for part in step.phase.parts:
             supplied |= part.of_table(step, given)
         return supplied
-
-    def open_id(self, arch: Architecture) -> int:
-        """Return `OPEN`: a model may decide for the mask token, and that position is done."""
-        return OPEN
 
     def decided(self, end: Ending, chosen: Buffer, committed: Buffer) -> None:
         """Write the decisions, and move the table on; in a step that is cut, of the rows that were kept."""
@@ -117,7 +112,7 @@ class Tabled(Windows):
             part.note(end, served)
         g.add_op(
             "advance_requests", *(served[name] for name in ("requests", "canvas", "served", "begins", "cu_seqlens", "cu_rows")),
-            committed, out=g.output("report", (served["served"].shape[0], WIDTH), "int64"), name="advance",
+            out=g.output("report", (served["served"].shape[0], WIDTH), "int64"), name="advance", mask_id=end.arch.mask_token_id,
         )  # fmt: skip
 
 
@@ -136,8 +131,8 @@ def _same(buffer: Buffer) -> Buffer:
     return buffer
 
 
-def _read(step: StepGraph, rows: Buffer, name: str, open_id: int) -> Buffer:
-    tokens: Buffer = step.g.add_op("read_canvas", step.state(CANVAS), rows, name=name, open_id=open_id)
+def _read(step: StepGraph, rows: Buffer, name: str) -> Buffer:
+    tokens: Buffer = step.g.add_op("read_canvas", step.state(CANVAS), rows, name=name, open_id=step.arch.mask_token_id)
     return tokens
 
 

@@ -95,16 +95,15 @@ _KEPT: Final = (
     ),
     Way("triton"),
 )  # fmt: skip
-_TABLE: Final = "table:int64=S,40"
+_TABLE: Final = "table:int64=S,46"
 """A row for each request."""
-_OWN: Final[tuple[Rule, ...]] = (("at most", "0", "own"), ("at most", "own+1", "40"))
+_OWN: Final[tuple[Rule, ...]] = (("at most", "0", "own"), ("at most", "own+1", "46"))
 """One of its columns."""
 _NOTATION: Final = {
     "advance_requests": _Operator(
-        f"{_TABLE} canvas:int64=R row:int64=B begin:int32=B cu_seqlens:int32=B+1 cu_rows:int32=B+1 committed:uint8=M "
-        "report:int64=B,16",
-        "table canvas row begin cu_seqlens cu_rows committed", "report table", whole="S R B M",
-        moved="table table canvas=M row begin cu_seqlens cu_rows committed report",
+        f"{_TABLE} canvas:int64=R row:int64=B begin:int32=B cu_seqlens:int32=B+1 cu_rows:int32=B+1 report:int64=B,19",
+        "table canvas row begin cu_seqlens cu_rows", "report table", "mask_id:n", whole="S R B",
+        moved="table table canvas=B row begin cu_seqlens cu_rows report",
     ),
     "attention": _Operator(
         "q:a=*T,Q k=*S,P v=*S,P cu_seqlens=*B sees?:int32=*T,2 y:a=*T,Q", "q k v cu_seqlens sees?", "y",
@@ -118,8 +117,8 @@ _NOTATION: Final = {
     "copy": _Operator("x:a=*T y:a=*T", "x", "y", host="x y"),
     "draw_requests": _Operator(
         f"{_TABLE} row:int64=B cu_rows:int32=B+1 decided_rows:int64=M keys:int64=M temperature:float32=M top_p:float32=M "
-        "top_k:int32=M cuts:uint8=M",
-        "table row cu_rows decided_rows", "keys temperature top_p top_k cuts", whole="S B M",
+        "top_k:int32=M cuts:uint8=M score_temperature:float32=M",
+        "table row cu_rows decided_rows", "keys temperature top_p top_k cuts score_temperature", whole="S B M",
     ),
     "embedding": _Operator(
         "ids:index=T table:a=V,D y:a=T,D", "ids table", "y", moved="ids y y", host="table", shown=(("T", "tokens"),)
@@ -248,12 +247,12 @@ _NOTATION: Final = {
     "place_requests": _Operator(
         f"{_TABLE} canvas:int64=R held_extents:int64=X,4 row:int64=B begin:int32=B cu_seqlens:int32=B+1 cu_rows:int32=B+1 "
         "cu_extents:int32=B+1 positions:int32=tokens token_rows:int64=tokens rows:int64=most decided_rows:int64=most "
-        "extents:int64=count,4 quota:int32=B threshold:float32=B",
+        "extents:int64=count,4 quota:int32=B threshold:float32=B edit_threshold:float32=B",
         "table canvas held_extents row begin cu_seqlens cu_rows cu_extents",
-        "positions token_rows rows decided_rows extents quota threshold", "tokens?:n most?:n count?:n",
+        "positions token_rows rows decided_rows extents quota threshold edit_threshold", "tokens?:n most?:n count?:n",
         whole="S R X B tokens most count",
         moved="table canvas=most held_extents row begin cu_seqlens cu_rows cu_extents positions token_rows rows decided_rows "
-        "extents quota threshold",
+        "extents quota threshold edit_threshold",
     ),
     "prefix_attention": _Operator(
         "q:a=T,Q kv:floats=R,X extents:int64=E,4 cu_extents:int32=B+1 seen:int32=B cu_seqlens:int32=B+1 positions:int32=T y:a=T,Q "

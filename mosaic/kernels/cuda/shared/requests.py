@@ -6,7 +6,7 @@ from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.registrar import request_table
 from mosaic.registrar.request_table import COLUMNS, Column
 
-__all__ = ["C", "alone", "closes", "float_of", "key_of", "mark_of", "mixed", "quota_of", "wants"]
+__all__ = ["C", "alone", "closes", "edits", "float_of", "key_of", "mark_of", "mixed", "quota_of", "wants"]
 
 C = tl.constexpr(COLUMNS)
 STATE, EXTENTS, PREFIX, LENGTH, BLOCK = (
@@ -29,6 +29,7 @@ NOISE, STEP = tl.constexpr(int(Column.NOISE)), tl.constexpr(int(Column.STEP))
 RUNNING, MARKED_STEPS = tl.constexpr(request_table.RUNNING), tl.constexpr(request_table.MARKED_STEPS)
 FROM_BLOCK, CANVAS_LONG = tl.constexpr(request_table.FROM_BLOCK), tl.constexpr(request_table.CANVAS_LONG)
 OPEN_ONES, WHOLE = tl.constexpr(request_table.OPEN_ONES), tl.constexpr(request_table.WHOLE)
+ALL_ONES, PROMPT = tl.constexpr(request_table.ALL_ONES), tl.constexpr(int(Column.PROMPT))
 
 
 @triton.jit
@@ -60,6 +61,12 @@ def alone(line, known):
 
 
 @triton.jit
+def edits(line, known):
+    """Whether steps decide all positions of the block but the prompt's."""
+    return tl.load(line + DECIDES, mask=known, other=0) == ALL_ONES
+
+
+@triton.jit
 def mark_of(line, known):
     """Whether the next step of a request's block has its bit in MARKS."""
     number = tl.load(line + NUMBER, mask=known, other=0)
@@ -87,7 +94,8 @@ def wants(line, known, groups, marked):
     seen = tl.where(closing, start, span_end)
     open_, decides = tl.load(line + OPEN, mask=known, other=0), tl.load(line + DECIDES, mask=known, other=0)
     rows = tl.where(decides == OPEN_ONES, open_, tl.minimum(quota_of(line, known), open_))
-    rows = tl.where(alone(line, known), 1, rows)
+    answer = start + block - tl.maximum(start, tl.load(line + PROMPT, mask=known, other=0))
+    rows = tl.where(alone(line, known), 1, tl.where(edits(line, known), answer, rows))
     extents, served = tl.load(line + EXTENTS, mask=known, other=0), tl.load(line + SERVED, mask=known, other=0)
     return (
         running & mine & (written >= prefix),
