@@ -110,7 +110,7 @@ class Scheduler:
     @property
     def live(self) -> bool:
         """Whether there is one."""
-        return self.count > 0
+        return bool(self._waiting) or bool(self._live.any())
 
     def admits(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> bool:
         """Return whether steps fit that serve all live requests and these at once, once `more` rows of states are taken."""
@@ -309,8 +309,8 @@ class Scheduler:
     def _note_pace(self, step: Launched, served: Served) -> None:
         """Note how much longer a step with prompts beside blocks takes than its plan says, which does not know their keys."""
         began, self._arrived = max(self._arrived, step.started), perf_counter()
-        reads = np.diff(served.report[:, Reported.ROWS], prepend=0) == 0
-        if self._runner.asynchronous and reads.any() and not reads.all():
+        reads = np.add.reduce(served.decided == 0)
+        if self._runner.asynchronous and 0 < reads < len(served.report):
             slower = 1e3 * (self._arrived - began) / self._table.predicted_ms(step.room)
             self._slower = min(max(slower, (slower + self._slower) / 2, 1.0), SLOWEST)
 
@@ -321,8 +321,8 @@ class Scheduler:
     def _of_live(self, served: Served) -> ServedSteps | None:
         """What a step did for live requests, if it served any."""
         numbers = served.report[:, Reported.ROW]
-        self._deciding += int((np.diff(served.report[:, Reported.ROWS], prepend=0) > 0).sum())
-        self._decided += int(served.committed.sum())
+        self._deciding += int(np.add.reduce(served.decided > 0))
+        self._decided += int(np.add.reduce(served.committed))
         places = self._live[numbers].nonzero()[0]
         if not len(places):
             return None
@@ -441,12 +441,12 @@ def _go_on(columns: NDArray[np.int64], step: Launched, usual: int) -> None:
     order = turns(columns).argsort(kind="stable")
     length = asked.end - asked.begin
     decides = order[(asks & ~asked.fills)[order]]
-    tokens = np.cumsum(length[decides])
-    fit = (tokens <= step.room.tokens) & (np.cumsum(asked.rows[decides]) <= step.room.rows)
+    tokens = length[decides].cumsum()
+    fit = (tokens <= step.room.tokens) & (asked.rows[decides].cumsum() <= step.room.rows)
     served, used = decides[fit], int(tokens[fit][-1]) if fit.any() else 0
     fills = order[(asks & asked.fills)[order]]
-    before = np.cumsum(length[fills]) - length[fills]
-    given = np.clip(step.room.tokens - used - before, 0, length[fills])
+    before = length[fills].cumsum() - length[fills]
+    given = np.minimum(np.maximum(step.room.tokens - used - before, 0), length[fills])
     column[Column.WRITTEN, fills] += given // column[Column.SPAN, fills] * column[Column.SPAN, fills]
     least = quotas(columns[served])
     exactly = (column[Column.THRESHOLD, served] == _NEVER) | (column[Column.DECIDES, served] != OPEN_ONES)

@@ -82,6 +82,13 @@ class Served:
     plan: Plan
     seconds: float
 
+    @property
+    def decided(self) -> NDArray[np.int64]:
+        """How many rows of each request were to decide, [B]; 0 of those that read a part of their prompt."""
+        found = self.report[:, Reported.ROWS].copy()
+        found[1:] -= self.report[:-1, Reported.ROWS]
+        return found
+
 
 class Room(NamedTuple):
     """What a step has room for: windows, blocks of so many tokens, and rows to decide."""
