@@ -118,7 +118,7 @@ def demand_of(row: TableRow, holes: int) -> dict[State, int]:
     return {CANVAS: row.length, **keys, **own}
 
 
-def columns_of(row: TableRow, canvas: Canvas, group: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def columns_of(row: TableRow, canvas: Canvas, group: int, priority: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the columns of a request that has not begun, [COLUMNS], and its canvas, [N], `OPEN` where nothing is decided."""
     config, column = canvas.config, np.zeros(COLUMNS, dtype=np.int64)
     tokens = np.where(canvas.mask_array, OPEN, canvas.token_array)
@@ -131,8 +131,8 @@ def columns_of(row: TableRow, canvas: Canvas, group: int) -> tuple[NDArray[np.in
         Column.THRESHOLD: bits(row.threshold), Column.TEMPERATURE: bits(row.sampling.temperature),
         Column.TOP_P: bits(row.sampling.top_p), Column.CUTS: int(row.sampling.head.cuts), Column.START: row.start,
         Column.SPAN: row.span or CANVAS_LONG, Column.SHIFTED: int(row.shifted), Column.BEFORE: row.before, Column.WIDE: 1,
-        Column.GROUP: group, Column.MARKS: row.marks, Column.EDIT_THRESHOLD: bits(row.edit_threshold),
-        Column.POST_STEPS: row.post_steps,
+        Column.GROUP: group, Column.MARKS: row.marks, Column.PRIORITY: priority, Column.POST_STEPS: row.post_steps,
+        Column.EDIT_THRESHOLD: bits(row.edit_threshold),
         Column.OPEN: int(canvas.mask_array[row.start : row.start + row.block].sum()),
     }  # fmt: skip
     column[[int(key) for key in given]] = list(given.values())
