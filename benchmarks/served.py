@@ -117,7 +117,7 @@ class Meter:
             return
         columns = table.columns[report[:, Reported.ROW]]
         begin, tokens = report[:, Reported.BEGIN], report[:, Reported.TOKENS]
-        rows = np.diff(report[:, Reported.ROWS], prepend=0)
+        rows = served.decided
         whole = (rows > 0) & (columns[:, Column.WINDOW] != BY_BLOCKS)
         keys = np.where(whole, columns[:, Column.LENGTH], begin + tokens)
         windows = zip(begin.tolist(), tokens.tolist(), rows.tolist(), keys.tolist(), strict=True)

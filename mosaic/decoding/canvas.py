@@ -148,8 +148,6 @@ class Canvas:
     settled: int | None = None
     last: Decision | None = None
     _held: dict[State, StateRows] = field(default_factory=dict)
-    _rows: dict[Phase, tuple[StateRows | None, Mapping[State, StateRows]]] = field(default_factory=dict)
-    _decided: tuple[tuple[object, ...], int, int | None] = field(default=((), 0, None), init=False)
 
     def __post_init__(self) -> None:
         self.tokens = torch.full((self.length,), self.architecture.mask_token_id)
@@ -179,30 +177,18 @@ class Canvas:
     @property
     def final(self) -> int:
         """Tokens at positions below this one are decided for good, and text that can be shown."""
-        return self._text()[0]
+        masked = self.mask_array[self.prompt_len : self.end]
+        first = int(masked.argmax())
+        decided = self.prompt_len + first if masked[first] else self.end
+        return decided if self.settled is None else min(decided, max(self.settled, self.prompt_len))
 
     @property
     def eos(self) -> int | None:
         """The position of the first end-of-sequence token in the text that is final, where generation stops at it."""
-        return self._text()[1]
-
-    def _text(self) -> tuple[int, int | None]:
-        """`final` and `eos`, found once a step."""
-        now = self.step, self.settled
-        if self._decided[0] != now:
-            masked = self.mask_array[self.prompt_len : self.end]
-            first = int(masked.argmax())
-            decided = self.prompt_len + first if masked[first] else self.end
-            final = decided if self.settled is None else min(decided, max(self.settled, self.prompt_len))
-            self._decided = now, final, self._first_eos(final)
-        return self._decided[1:]
-
-    def _first_eos(self, final: int) -> int | None:
-        if not self.config.stop_at_eos or not self.architecture.eos_token_ids:
+        if not self.config.stop_at_eos:
             return None
-        tokens = self.token_array[self.prompt_len : final]
-        found = [int(ends.argmax()) for eos in self.architecture.eos_token_ids if (ends := tokens == eos).any()]
-        return self.prompt_len + min(found) if found else None
+        ends = np.isin(self.token_array[self.prompt_len : self.final], self.architecture.eos_token_ids).nonzero()[0]
+        return self.prompt_len + int(ends[0]) if len(ends) else None
 
     @property
     def finished(self) -> bool:
@@ -241,7 +227,6 @@ class Canvas:
 
     def close(self) -> None:
         """Give all rows back."""
-        self._rows.clear()
         while self._held:
             self._held.popitem()[1].close()
 
@@ -276,10 +261,8 @@ class Canvas:
         else:
             start, tokens, found = int(places[0]), own[places], places.searchsorted(wanted)
             rule["values"] = {**rule.get("values", {}), "positions": torch.from_numpy(places.astype(np.int32))}
-        if phase not in self._rows:
-            rows = {state: self.rows_of(state) for state in phase.states}
-            self._rows[phase] = None if phase.cache.kept is None else rows.pop(phase.cache.kept), rows
-        sequence, states = self._rows[phase]
+        states = {state: self.rows_of(state) for state in phase.states}
+        sequence = None if phase.cache.kept is None else states.pop(phase.cache.kept)
         if sampling is not None:
             rule |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         return StepRequest(

@@ -1,7 +1,6 @@
 """A request as a row of a table on the device: what an algorithm says of it, and its columns.
 
-An algorithm whose steps follow from a few numbers describes its requests so (`Algorithm.row`). Others, and requests with policies,
-are generators on the host.
+An algorithm whose steps follow from a few numbers describes its requests so (`Algorithm.row`). Others are generators on the host.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ def demand_of(row: TableRow, holes: int) -> dict[State, int]:
     return {CANVAS: row.length + len(row.schedule), **keys, **own}
 
 
-def columns_of(row: TableRow, canvas: Canvas, group: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def columns_of(row: TableRow, canvas: Canvas, group: int, priority: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the columns of a request that has not begun, [COLUMNS], and its canvas, `OPEN` where nothing is decided, [N], with its
     schedule behind it."""
     config, column = canvas.config, np.zeros(COLUMNS, dtype=np.int64)
@@ -163,8 +162,8 @@ def columns_of(row: TableRow, canvas: Canvas, group: int) -> tuple[NDArray[np.in
         Column.THRESHOLD: bits(row.threshold), Column.TEMPERATURE: bits(row.sampling.temperature),
         Column.TOP_P: bits(row.sampling.top_p), Column.CUTS: int(row.sampling.head.cuts), Column.START: row.start,
         Column.SPAN: row.span or CANVAS_LONG, Column.SHIFTED: int(row.shifted), Column.BEFORE: row.before, Column.WIDE: 1,
-        Column.GROUP: group, Column.MARKS: row.marks, Column.EDIT_THRESHOLD: bits(row.edit_threshold),
-        Column.POST_STEPS: row.post_steps, Column.SCHEDULE: len(row.schedule),
+        Column.GROUP: group, Column.MARKS: row.marks, Column.PRIORITY: priority, Column.POST_STEPS: row.post_steps,
+        Column.EDIT_THRESHOLD: bits(row.edit_threshold), Column.SCHEDULE: len(row.schedule),
         Column.SCORE_TEMPERATURE: bits(row.score_temperature),
         Column.OPEN: int(canvas.mask_array[row.start : row.start + row.block].sum()),
     }  # fmt: skip

@@ -12,13 +12,16 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from mosaic.decoding.groups import Groups, bits
+from mosaic.decoding.prompts import is_integer
 from mosaic.decoding.rows import ALL, RULE, demand_of
 from mosaic.decoding.tabled import ServedSteps
+from mosaic.errors import UsageError
 from mosaic.kernels.shared.requests import asked_of, closes, quotas, turns, wanted
 from mosaic.kernels.shared.requests import bits as bits_of
 from mosaic.models.parts import KEPT, REQUESTS, Cut
@@ -50,6 +53,9 @@ SHARES: Final = 8
 FORESEEN_EXTENTS: Final = 4
 """Extents of keys that warm steps have room for, for each request: of 64 to 256 random requests that come and go, 3.5 at most."""
 _NEVER: Final = bits_of(ALL)
+SLOWER: Final = 1.25
+SLOWEST: Final = 4.0
+"""How much longer steps with prompts beside blocks take than their plans say, until one was timed, and at most."""
 AHEAD: Final = 2
 """Steps that are launched before the first of them is read, on a device."""
 
@@ -81,6 +87,10 @@ class Scheduler:
     """
 
     def __init__(self, runner: StepRunner, table: RequestTable, most_tokens: int, delay_ms: float) -> None:
+        if not is_integer(most_tokens) or most_tokens < 1:
+            raise UsageError(f"max_num_batched_tokens: expected a number of tokens, at least 1, got {most_tokens!r}.")
+        if isinstance(delay_ms, bool) or not isinstance(delay_ms, int | float) or not delay_ms >= 0:
+            raise UsageError(f"max_delay_ms: expected milliseconds, at least 0, got {delay_ms!r}.")
         self._runner, self._table = runner, table
         self._most_tokens, self._delay_ms = most_tokens, delay_ms
         self._requests: NDArray[Any] = np.full(len(table.columns), None, dtype=object)
@@ -91,6 +101,7 @@ class Scheduler:
         self._groups = Groups()
         self._kept = defaultdict[Cut, KeptOfRequests](KeptOfRequests)
         self._deciding = self._decided = 0
+        self._slower, self._arrived = (SLOWER if runner.asynchronous else 1.0), 0.0
         self._served: ServedSteps | None = None
 
     @property
@@ -101,17 +112,28 @@ class Scheduler:
     @property
     def live(self) -> bool:
         """Whether there is one."""
-        return self.count > 0
+        return bool(self._waiting) or bool(self._live.any())
 
     def admits(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> bool:
         """Return whether steps fit that serve all live requests and these at once, once `more` rows of states are taken."""
         return all(self._table.admits(room, more) for room in self._shared(rows))
 
+    def outlook(self, rows: Sequence[TableRow], more: Mapping[State, int]) -> tuple[int | None, str]:
+        """Return `room_in`, and say so, or what one request alone would have to be."""
+        steps = self.room_in(rows, more)
+        if steps is not None:
+            return steps, f" If nobody else comes, there is room in {steps:,} steps at most."
+        if len(rows) > 1:
+            return None, ""
+        longest = self.longest(rows[0])
+        return None, f" Alone, such a request fits with {longest:,} positions of prompt and answer at most."
+
     def room_in(self, rows: Sequence[TableRow], more: Mapping[State, int]) -> int | None:
         """Return in how many steps at most these fit, unless others come before; None if they may never, or nobody can say.
 
-        If live requests decide by blocks in steps that are not cut, each step of their group serves all; otherwise one at least.
-        From `PATIENCE` steps after a prompt came, each step writes keys of a span of it.
+        Each step serves one at least. Among requests of one priority, those before the last one to go have had their turn by then;
+        if they decide by blocks in steps that are not cut, each step of their group serves all. From `PATIENCE` steps after a
+        prompt came, each step writes keys of a span of it.
         """
         live = sorted([self._left(place) for place in self._live.nonzero()[0].tolist()])
         requests = [self._requests[place] for _, _, place in live]
@@ -129,7 +151,10 @@ class Scheduler:
         )
         steps = live[count - 1][0] * (1 if all_at_once else len(live)) if count else 0
         spans = [left for _, left, _ in live if left]
-        return AHEAD + (len(self._groups) + 1) * (steps + sum(spans) + PATIENCE * len(spans))
+        of_all = sum(steps + left for steps, left, _ in live)
+        if np.ptp(self._table.columns[self._live, Column.PRIORITY]):
+            return AHEAD + of_all
+        return AHEAD + min(of_all, (len(self._groups) + 1) * (steps + sum(spans) + PATIENCE * len(spans)))
 
     def _left(self, place: int) -> tuple[int, int, int]:
         """Steps that a request takes at most from its prompt on, spans of that whose keys are not written, and its row of the
@@ -279,8 +304,18 @@ class Scheduler:
                 pass
             table.wait()
             with interrupts_held():
-                self._served = self._of_live(table.read())
+                step, served = table.launched[0], table.read()
+                self._note_pace(step, served)
+                self._served = self._of_live(served)
         return self._served
+
+    def _note_pace(self, step: Launched, served: Served) -> None:
+        """Note how much longer a step with prompts beside blocks takes than its plan says, which does not know their keys."""
+        began, self._arrived = max(self._arrived, step.started), perf_counter()
+        reads = np.add.reduce(served.decided == 0)
+        if self._runner.asynchronous and 0 < reads < len(served.report):
+            slower = 1e3 * (self._arrived - began) / self._table.predicted_ms(step.room)
+            self._slower = min(max(slower, (slower + self._slower) / 2, 1.0), SLOWEST)
 
     def taken(self) -> None:
         """Take note that the session has the outcome of the last step."""
@@ -289,8 +324,8 @@ class Scheduler:
     def _of_live(self, served: Served) -> ServedSteps | None:
         """What a step did for live requests, if it served any."""
         numbers = served.report[:, Reported.ROW]
-        self._deciding += int((np.diff(served.report[:, Reported.ROWS], prepend=0) > 0).sum())
-        self._decided += int(served.committed.sum())
+        self._deciding += int(np.add.reduce(served.decided > 0))
+        self._decided += int(np.add.reduce(served.committed))
         places = self._live[numbers].nonzero()[0]
         if not len(places):
             return None
@@ -301,7 +336,8 @@ class Scheduler:
         """Launch a step, unless all are expected to have ended by then."""
         with interrupts_held():
             while self._waiting and (not self._table.is_full or self._grow()):
-                request = self._waiting.popleft()
+                request = min(self._waiting, key=lambda one: one.waiting_since)
+                self._waiting.remove(request)
                 request.enter()
                 self._placed(request)
         columns = self._expected()
@@ -334,12 +370,18 @@ class Scheduler:
         _, block, own_rows = _needed(kinds)
         rows = min(max(int(asked.rows[decides].sum()), own_rows), deciding or own_rows)
         first = _first(columns, length, decides, fills)
-        least = max(first, min(max(deciding, *map(_usual, kinds)), self._most(block)))
+        usual = 0 if self._knows(columns[decides]) else max(map(_usual, kinds))
+        least = max(first, min(max(deciding, usual), self._most(block)))
         most = max(least, min(deciding + prompts, self._most(block)))
         marked = self._groups.mixes(groups) or bool(asked.marked[decides].any())
         asking = partial(Room.of, _phase(kinds, marked=marked), int(asks.sum()))
         room = self._room(asking, first, least, most, rows, kinds, several=deciding > 0 and prompts > 0)
         return room, marked, decides
+
+    def _knows(self, columns: NDArray[np.int64]) -> bool:
+        """Whether it is known what these will ask for: nothing is in flight, or their steps decide a number of tokens."""
+        column = columns.T
+        return not self._table.launched or bool((column[Column.THRESHOLD] == _NEVER).all())
 
     def _expected(self) -> NDArray[np.int64]:
         """The table as it will be when what is in flight has ended: requests decide what they have to, or what is usual."""
@@ -378,7 +420,8 @@ class Scheduler:
         if blocks <= fewest and not table.fits(asking(blocks, block, rows)):
             return alone
         if several:
-            limit = max(self._delay_ms, table.predicted_ms(asking(min(own, blocks), block, rows)))
+            alone_ms = table.predicted_ms(asking(min(own, blocks), block, rows))
+            limit = max(self._delay_ms / self._slower, alone_ms)
             while blocks > own and table.predicted_ms(asking(blocks, block, rows)) > limit:
                 blocks = max(_below(blocks), own)
         return asking(blocks, block, rows)
@@ -401,12 +444,12 @@ def _go_on(columns: NDArray[np.int64], step: Launched, usual: int) -> None:
     order = turns(columns).argsort(kind="stable")
     length = asked.end - asked.begin
     decides = order[(asks & ~asked.fills)[order]]
-    tokens = np.cumsum(length[decides])
-    fit = (tokens <= step.room.tokens) & (np.cumsum(asked.rows[decides]) <= step.room.rows)
+    tokens = length[decides].cumsum()
+    fit = (tokens <= step.room.tokens) & (asked.rows[decides].cumsum() <= step.room.rows)
     served, used = decides[fit], int(tokens[fit][-1]) if fit.any() else 0
     fills = order[(asks & asked.fills)[order]]
-    before = np.cumsum(length[fills]) - length[fills]
-    given = np.clip(step.room.tokens - used - before, 0, length[fills])
+    before = length[fills].cumsum() - length[fills]
+    given = np.minimum(np.maximum(step.room.tokens - used - before, 0), length[fills])
     column[Column.WRITTEN, fills] += given // column[Column.SPAN, fills] * column[Column.SPAN, fills]
     least = quotas(columns[served])
     by_scores = np.isin(column[Column.DECIDES, served], (OPEN_ONES, ALL_ONES))

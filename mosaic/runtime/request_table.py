@@ -82,6 +82,13 @@ class Served:
     plan: Plan
     seconds: float
 
+    @property
+    def decided(self) -> NDArray[np.int64]:
+        """How many rows of each request were to decide, [B]; 0 of those that read a part of their prompt."""
+        found = self.report[:, Reported.ROWS].copy()
+        found[1:] -= self.report[:-1, Reported.ROWS]
+        return found
+
 
 class Room(NamedTuple):
     """What a step has room for: windows, blocks of so many tokens, and rows to decide."""
@@ -359,15 +366,14 @@ class RequestTable:
         asked = self._engine.changes, wanted
         if asked == self._covered and not more:
             return
-        self._covered = asked
         states, before = self._engine.states_with(more), self._held
-        if _within(states, before) and self.fits(wanted):
-            return
-        most = {state: max(count, states.get(state, 0)) for state, count in {**states, **before}.items()}
-        tried = [*_roundings(most), *_roundings(states)]
-        fitting = (found for room in (wanted, least) for found in tried if self.fits(room, found))
-        self.planned = next(fitting, tried[-1])
-        self._held = dict(self.planned)
+        if not (_within(states, before) and self.fits(wanted)):
+            most = {state: max(count, states.get(state, 0)) for state, count in {**states, **before}.items()}
+            tried = [*_roundings(most), *_roundings(states)]
+            fitting = (found for room in (wanted, least) for found in tried if self.fits(room, found))
+            self.planned = next(fitting, tried[-1])
+            self._held = dict(self.planned)
+        self._covered = asked  # at last: what is interrupted is done again
 
     def rehearse(self, room: Room, groups: int, *, marked: bool) -> None:
         """Plan, compile and capture a step, which serves nobody."""
