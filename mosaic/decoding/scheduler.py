@@ -202,7 +202,8 @@ class Scheduler:
 
         def more(count: int) -> dict[State, int]:
             table = max(self._table.rows_to_open, 1 << (count - 1).bit_length())
-            return {REQUESTS: table, **{state: rows * count for state, rows in demand.items()}}
+            # rows that lie together leave holes between others: as many as rows, in traffic
+            return {REQUESTS: table, **{state: rows * count << state.together for state, rows in demand.items()}}
 
         def fits(count: int) -> bool:
             return all(self.admits([row] * count, more(count)) for row in rows)
