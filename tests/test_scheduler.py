@@ -83,6 +83,16 @@ def drawn(rng: random.Random, family: str) -> dict[str, Any]:
     return found | {"steps": rng.randint(1, 4), "threshold": rng.choice([0.02, 0.5])}
 
 
+def test_a_request_beyond_the_limit_keeps_nobody_waiting(models: dict[str, CompiledModel]) -> None:
+    """One of 128 tokens between two of 40, for which there is room."""
+    way = {**WAY, "gen_length": 32, "block_length": 8, "steps": 8, "cache": "dual"}
+    with models["llada"].session(max_num_batched_tokens=88) as session:
+        for length in (8, 96, 8):
+            session.submit(prompt_of(length), **way)
+        served = [{step.request for step in session.advance()} for _ in range(5)]
+    assert served == [{0, 2}, {1}, {0, 1, 2}, {0, 2}, {1}]
+
+
 class Traffic:
     """Random requests that come to a session and are cancelled now and then; who waits, and for how long.
 
@@ -138,7 +148,7 @@ def test_steps_keep_to_the_limit_and_nobody_starves_or_is_lost(
 ) -> None:
     """Requests come faster than they are served. Beyond the limit a step serves one that needs it; each gets its tokens."""
     rng, model = random.Random(f"{family} {seed}"), models[family]
-    most, coming = rng.choice([40, 64, 100, 256]), 20 if seed == 0 else 60
+    most, coming = (68, 24) if seed == 0 else (rng.choice([40, 68, 100, 136, 260]), 60)
     with model.session(max_num_batched_tokens=most) as session:
         traffic = Traffic(session, family, rng)
         while session.live or len(traffic.requests) < coming:
