@@ -11,6 +11,7 @@ import pytest
 import torch
 from compiled_runner import CompiledRunner
 from fake_cuda import FakeDriver
+from own_algorithms import as_generator
 from reference_runner import random_tensors
 from test_decoding import CONFIGS, prompt_of
 
@@ -149,7 +150,8 @@ def test_rows_of_closed_sequences_are_used_again() -> None:
 def test_a_generation_that_does_not_fit_is_refused_before_it_starts() -> None:
     options: dict[str, Any] = {"gen_length": 64, "block_length": 8, "steps": 64}
     open_ended = runner_of("llada")
-    budget = open_ended.check(decoding.shapes(decoding.GenerationConfig(**options), [200], open_ended.architecture))
+    config = as_generator(decoding.GenerationConfig(**options), open_ended.architecture)
+    budget = open_ended.check(decoding.shapes(config, [200], open_ended.architecture))
     open_ended.close()
     runner = runner_of("llada", budget=budget.total_bytes)
     steps: list[decoding.Step] = []

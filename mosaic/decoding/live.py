@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from operator import index
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from mosaic.decoding.algorithms import algorithm_of
 from mosaic.decoding.canvas import Canvas, Decision, Steps
 from mosaic.decoding.config import GenerationConfig
-from mosaic.decoding.prompts import Prompt
+from mosaic.decoding.prompts import Prompt, is_integer
 from mosaic.decoding.streaming import DraftStreamer, OnStep, Step, Streamer
 from mosaic.errors import UsageError
 from mosaic.runtime.interrupts import interrupts_let_through
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["Generation", "LiveRequest", "Submission"]
 
 
-Finish: TypeAlias = Literal["eos", "length", "cancelled", "failed"]
+Early: TypeAlias = Literal["cancelled", "expired", "failed"]
+Finish: TypeAlias = Literal["eos", "length"] | Early
+MOST_TURNS: Final = 1 << 30
+"""The highest priority."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +45,8 @@ class Generation:
     confidence
         float32 [n], the score that each token was committed by.
     finish
-        "eos", "length", "cancelled", or "failed" if the algorithm raised an error. A request that was cancelled or failed has
-        the tokens that were final by then.
+        "eos", "length", "cancelled", "expired" at its deadline, or "failed" if the algorithm raised an error. In the last three
+        cases the request has the tokens that were final by then.
     steps
         Steps that were run for it, prefill and commits included.
     text
@@ -75,6 +78,10 @@ class Submission:
         Is fed the answer as it becomes final.
     on_step
         Called with every `Step` of the request.
+    priority
+        Steps by which it goes before others, as if it had waited so much longer. So nobody waits for it any longer than that.
+    deadline_s
+        Seconds after its submission at which it ends as "expired", if it is still live then; None: it has no deadline.
 
     Raises
     ------
@@ -87,6 +94,8 @@ class Submission:
     request_id: int | None = None
     streamer: Streamer | None = None
     on_step: OnStep | None = None
+    priority: int = 0
+    deadline_s: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, GenerationConfig):
@@ -103,6 +112,13 @@ class Submission:
             raise UsageError(f"streamer: expected an object with put(ids) and end(), got {type(shown).__name__}.")
         if told is not None and not callable(told):
             raise UsageError(f"on_step: expected a function of a Step, got {type(told).__name__}.")
+        if not is_integer(self.priority) or abs(self.priority) > MOST_TURNS:
+            raise UsageError(
+                f"priority: expected a number of steps, from {-MOST_TURNS:,} to {MOST_TURNS:,}, got {self.priority!r}."
+            )
+        late = self.deadline_s
+        if late is not None and (isinstance(late, bool) or not isinstance(late, int | float) or not late > 0):
+            raise UsageError(f"deadline_s: expected seconds, above 0, got {late!r}.")
 
 
 class LiveRequest:
@@ -121,7 +137,7 @@ class LiveRequest:
     pending
         The step that it waits for; None once it has ended.
     waiting_since
-        The turn of the session since which it waits.
+        The turn of the session since which it waits, or seems to by its priority.
     """
 
     def __init__(
@@ -145,6 +161,15 @@ class LiveRequest:
     def config(self) -> GenerationConfig:
         """The options, resolved."""
         return self._canvas.config
+
+    @property
+    def deadline_s(self) -> float | None:
+        """Seconds that it has from its submission on."""
+        return self._submission.deadline_s
+
+    def wait(self, turn: int) -> None:
+        """Let it wait for its next step."""
+        self.waiting_since = turn - self._submission.priority
 
     def begin(self) -> None:
         """Take the rows of all states, and ask for the first step."""
@@ -200,7 +225,7 @@ class LiveRequest:
             ):  # unless the callback has cancelled it: that has shown its end
                 self._show()
 
-    def end(self, early: Literal["cancelled", "failed"] | None = None) -> None:
+    def end(self, early: Early | None = None) -> None:
         """Give back its rows and make its generation; an early end is also shown to the streamer."""
         canvas = self._canvas
         self.pending = None

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from mosaic.decoding.groups import Groups, bits
+from mosaic.decoding.prompts import is_integer
 from mosaic.decoding.rows import ALL, RULE, demand_of
 from mosaic.decoding.tabled import ServedSteps
+from mosaic.errors import UsageError
 from mosaic.kernels.shared.requests import asked_of, closes, quotas, turns, wanted
 from mosaic.kernels.shared.requests import bits as bits_of
 from mosaic.models.parts import KEPT, REQUESTS, Cut
@@ -27,7 +29,7 @@ from mosaic.models.phase import Phase, joined_phase
 from mosaic.models.policies.policy import with_parts
 from mosaic.models.step import StepSize, bucket
 from mosaic.registrar.operators.pack_requests import PATIENCE
-from mosaic.registrar.request_table import CANVAS_LONG, ENDED, OPEN_ONES, WHOLE, Column, Reported
+from mosaic.registrar.request_table import ALL_ONES, CANVAS_LONG, ENDED, OPEN_ONES, WHOLE, Column, Reported
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.kept_counts import KeptOfRequests
 from mosaic.runtime.request_table import Room
@@ -59,12 +61,14 @@ AHEAD: Final = 2
 
 
 class _Kind(NamedTuple):
-    """What the size of a step has to know of a request: its group, the kind of step, tokens of its largest one, and of a block."""
+    """What the size of a step has to know of a request: its group, the kind of step, tokens of its largest one, the tokens that its
+    steps are multiples of, and the rows that it decides at most."""
 
     group: int
     phase: Phase
     tokens: int
     block: int
+    rows: int
 
 
 class Scheduler:
@@ -83,6 +87,10 @@ class Scheduler:
     """
 
     def __init__(self, runner: StepRunner, table: RequestTable, most_tokens: int, delay_ms: float) -> None:
+        if not is_integer(most_tokens) or most_tokens < 1:
+            raise UsageError(f"max_num_batched_tokens: expected a number of tokens, at least 1, got {most_tokens!r}.")
+        if isinstance(delay_ms, bool) or not isinstance(delay_ms, int | float) or not delay_ms >= 0:
+            raise UsageError(f"max_delay_ms: expected milliseconds, at least 0, got {delay_ms!r}.")
         self._runner, self._table = runner, table
         self._most_tokens, self._delay_ms = most_tokens, delay_ms
         self._requests: NDArray[Any] = np.full(len(table.columns), None, dtype=object)
@@ -110,11 +118,22 @@ class Scheduler:
         """Return whether steps fit that serve all live requests and these at once, once `more` rows of states are taken."""
         return all(self._table.admits(room, more) for room in self._shared(rows))
 
+    def outlook(self, rows: Sequence[TableRow], more: Mapping[State, int]) -> tuple[int | None, str]:
+        """Return `room_in`, and say so, or what one request alone would have to be."""
+        steps = self.room_in(rows, more)
+        if steps is not None:
+            return steps, f" If nobody else comes, there is room in {steps:,} steps at most."
+        if len(rows) > 1:
+            return None, ""
+        longest = self.longest(rows[0])
+        return None, f" Alone, such a request fits with {longest:,} positions of prompt and answer at most."
+
     def room_in(self, rows: Sequence[TableRow], more: Mapping[State, int]) -> int | None:
         """Return in how many steps at most these fit, unless others come before; None if they may never, or nobody can say.
 
-        If live requests decide by blocks in steps that are not cut, each step of their group serves all; otherwise one at least.
-        From `PATIENCE` steps after a prompt came, each step writes keys of a span of it.
+        Each step serves one at least. Among requests of one priority, those before the last one to go have had their turn by then;
+        if they decide by blocks in steps that are not cut, each step of their group serves all. From `PATIENCE` steps after a
+        prompt came, each step writes keys of a span of it.
         """
         live = sorted([self._left(place) for place in self._live.nonzero()[0].tolist()])
         requests = [self._requests[place] for _, _, place in live]
@@ -128,20 +147,23 @@ class Scheduler:
         if self._waiting or count > len(live):
             return None
         all_at_once = sum(kind.tokens * number for kind, number in self._kinds.items()) <= self._most_tokens and all(
-            kind.tokens <= 2 * kind.block and kind.phase.cut is None for kind in self._kinds
+            kind.tokens <= 2 * kind.rows and kind.phase.cut is None for kind in self._kinds
         )
         steps = live[count - 1][0] * (1 if all_at_once else len(live)) if count else 0
         spans = [left for _, left, _ in live if left]
-        return AHEAD + (len(self._groups) + 1) * (steps + sum(spans) + PATIENCE * len(spans))
+        of_all = sum(steps + left for steps, left, _ in live)
+        if np.ptp(self._table.columns[self._live, Column.PRIORITY]):
+            return AHEAD + of_all
+        return AHEAD + min(of_all, (len(self._groups) + 1) * (steps + sum(spans) + PATIENCE * len(spans)))
 
     def _left(self, place: int) -> tuple[int, int, int]:
         """Steps that a request takes at most from its prompt on, spans of that whose keys are not written, and its row of the
         table."""
         column = [int(value) for value in self._table.columns[place]]
         of_block = (column[Column.BLOCK] - column[Column.MORE]) // column[Column.QUOTA] + 2 * column[Column.SHIFTED]
+        of_block = column[Column.SCHEDULE] or of_block + column[Column.POST_STEPS]
         blocks = -(-(column[Column.END] - column[Column.START]) // column[Column.BLOCK])
         prompt = max(column[Column.PREFIX] - column[Column.WRITTEN], 0)
-        of_block += column[Column.POST_STEPS]
         return blocks * of_block, -(-prompt // column[Column.SPAN]), place
 
     def longest(self, row: TableRow) -> int:
@@ -181,7 +203,7 @@ class Scheduler:
             needed, block, _ = _needed(kinds := self._beside((group,), mine))
             usual = sum(_usual(kind) * count for kind, count in mine.items())
             blocks = self._rung(max(needed, min(usual, self._most(block))), block)
-            decides = sum(kind.block * count for kind, count in mine.items())
+            decides = sum(kind.rows * count for kind, count in mine.items())
             found.append(Room.of(_phase(kinds, marked=True), sum(mine.values()), blocks, block, decides))
         return found
 
@@ -241,9 +263,10 @@ class Scheduler:
     def _kinds_of(self, row: TableRow) -> list[_Kind]:
         """The kinds of steps of a request: those of its group, and those that write its prompt."""
         group, phase = self.group_of(row), row.phase
-        found = [_Kind(group, phase, row.most_tokens, row.block)]
+        found = [_Kind(group, phase, row.most_tokens, row.unit, row.most_rows)]
         if group and row.prefix:
-            found.append(_Kind(0, replace(phase, cache=KEPT, cut=None, commit=RULE), row.span, row.block))
+            prompts = replace(phase, cache=KEPT, cut=None, commit=RULE)
+            found.append(_Kind(0, prompts, row.span, row.unit, row.most_rows))
         return found
 
     def add(self, request: TabledRequest) -> None:
@@ -314,7 +337,8 @@ class Scheduler:
         """Launch a step, unless all are expected to have ended by then."""
         with interrupts_held():
             while self._waiting and (not self._table.is_full or self._grow()):
-                request = self._waiting.popleft()
+                request = min(self._waiting, key=lambda one: one.waiting_since)
+                self._waiting.remove(request)
                 request.enter()
                 self._placed(request)
         columns = self._expected()
@@ -429,7 +453,8 @@ def _go_on(columns: NDArray[np.int64], step: Launched, usual: int) -> None:
     given = np.minimum(np.maximum(step.room.tokens - used - before, 0), length[fills])
     column[Column.WRITTEN, fills] += given // column[Column.SPAN, fills] * column[Column.SPAN, fills]
     least = quotas(columns[served])
-    exactly = (column[Column.THRESHOLD, served] == _NEVER) | (column[Column.DECIDES, served] != OPEN_ONES)
+    by_scores = np.isin(column[Column.DECIDES, served], (OPEN_ONES, ALL_ONES))
+    exactly = (column[Column.THRESHOLD, served] == _NEVER) | ~by_scores
     column[Column.SERVED, served] = column[Column.SERVED].max(initial=0) + 1
     column[Column.OPEN, served] -= np.minimum(np.where(exactly, least, np.maximum(least, usual)), asked.rows[served])
     column[Column.NUMBER, served] += ~closes(columns[served])
@@ -445,13 +470,13 @@ def _go_on(columns: NDArray[np.int64], step: Launched, usual: int) -> None:
 
 def _needed(kinds: Collection[_Kind]) -> tuple[int, int, int]:
     """Tokens of the largest step that cannot be cut, the smallest block, and the rows that one request decides at most."""
-    blocks = [kind.block for kind in kinds]
-    return max([kind.tokens for kind in kinds]), min(blocks), max(blocks)
+    blocks, rows = [kind.block for kind in kinds], [kind.rows for kind in kinds]
+    return max([kind.tokens for kind in kinds]), min(blocks), max(rows)
 
 
 def _usual(kind: _Kind) -> int:
     """Tokens that most steps compute for a request at most: others are few, and of whole canvases one at a time."""
-    return min(kind.tokens, 2 * kind.block)
+    return min(kind.tokens, 2 * kind.rows) if kind.phase.cached else kind.tokens
 
 
 def _first(

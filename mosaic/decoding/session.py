@@ -21,6 +21,7 @@ from torch import Tensor
 from mosaic.decoding.algorithms import canvas_length, expected_step, largest_steps, table_row
 from mosaic.decoding.canvas import Canvas
 from mosaic.decoding.config import GenerationConfig, resolve, uncut, with_options
+from mosaic.decoding.deadlines import Deadlines
 from mosaic.decoding.generators import asked_by, next_group
 from mosaic.decoding.live import LiveRequest, Submission
 from mosaic.decoding.prompts import Prompt, check_prompt, is_integer, is_text, token_ids
@@ -37,6 +38,7 @@ from mosaic.runtime.range_pool import ClosesOnExit
 from mosaic.runtime.request_table import RequestTable
 
 if TYPE_CHECKING:
+    from mosaic.decoding.live import Early
     from mosaic.models.state import State
     from mosaic.runtime.steps import StepResult, StepRunner
 
@@ -103,18 +105,13 @@ class Session(ClosesOnExit):
     ) -> None:
         if not hasattr(runner, "architecture"):
             raise UsageError(f"a session is of a compiled model, got {type(runner).__name__}.")
-        if not is_integer(max_num_batched_tokens) or max_num_batched_tokens < 1:
-            raise UsageError(
-                f"max_num_batched_tokens: expected a number of tokens, at least 1, got {max_num_batched_tokens!r}."
-            )
-        if isinstance(max_delay_ms, bool) or not isinstance(max_delay_ms, int | float) or not max_delay_ms >= 0:
-            raise UsageError(f"max_delay_ms: expected milliseconds, at least 0, got {max_delay_ms!r}.")
         self._runner = runner
         self._live: dict[LiveRequest, None] = {}
         self._given = WeakSet[LiveRequest]()  # live and ended requests
         self._untold = Steps()  # of calls of `advance` that raised
         self._submitted = self._turns = 0
         self._closed = self._giving = False
+        self._deadlines = Deadlines()
         self._read: Tokenizer | None = None
         with runner.exclusive():
             self._shared = runner.sharing()
@@ -198,7 +195,7 @@ class Session(ClosesOnExit):
             raise UsageError(
                 f"tokens: a request with gen_length {found.gen_length:,} takes more than {tokens:,} positions."
             )
-        row = None if self._table is None else table_row(found, arch, prompt)
+        row = None if self._table is None else table_row(found, arch, prompt, 0)
         if row is None:
             raise UsageError("warm: requests of these options are generators, whose steps are planned as they come.")
         return row
@@ -209,15 +206,10 @@ class Session(ClosesOnExit):
             return self._has_room(self._described(submissions))
 
     def submit(
-        self,
-        prompt: Prompt,
-        config: GenerationConfig | None = None,
-        *,
-        request_id: int | None = None,
-        streamer: Streamer | None = None,
-        on_step: OnStep | None = None,
+        self, prompt: Prompt, config: GenerationConfig | None = None, *, request_id: int | None = None,
+        streamer: Streamer | None = None, on_step: OnStep | None = None, priority: int = 0, deadline_s: float | None = None,
         **options: Any,
-    ) -> LiveRequest:
+    ) -> LiveRequest:  # fmt: skip
         """Add a request, described as in `Submission`; `options` are fields of its config by name. Nothing runs before `advance`.
 
         Raises
@@ -230,7 +222,10 @@ class Session(ClosesOnExit):
             If a future step would not fit the budget beside what is live.
         """
         chosen = with_options(config, options)
-        submission = Submission(prompt=prompt, config=chosen, request_id=request_id, streamer=streamer, on_step=on_step)
+        submission = Submission(
+            prompt=prompt, config=chosen, request_id=request_id, streamer=streamer, on_step=on_step, priority=priority,
+            deadline_s=deadline_s,
+        )  # fmt: skip
         return self.submit_all([submission])[0]
 
     def submit_all(self, submissions: Sequence[Submission]) -> list[LiveRequest]:
@@ -277,7 +272,7 @@ class Session(ClosesOnExit):
     def _of_options(self, submission: Submission, number: int, prompt: Tensor, config: GenerationConfig) -> _Described:
         """Describe a request by resolved options."""
         arch, tokens = self._runner.architecture, prompt.numel()
-        row = None if self._table is None else table_row(config, arch, tokens)
+        row = None if self._table is None else table_row(config, arch, tokens, number)
         if row is not None and self._table is not None:
             demand, pays = demand_of(row, self._table.holes), row.cut is None or not row.cut.expects
             largest = [] if pays else largest_steps(config, arch, tokens, number)
@@ -315,15 +310,10 @@ class Session(ClosesOnExit):
             scheduler = self._scheduler
             if scheduler is None or len(tabled) < len(more) or scheduler.count < len(self._live):
                 raise  # nobody knows how long a generator takes
-            steps, said = scheduler.room_in(tabled, rows), f"{refused}"
-            if steps is not None:
-                said += f" If nobody else comes, there is room in {steps:,} steps at most."
-            elif len(tabled) == 1:
-                longest = scheduler.longest(tabled[0])
-                said += f" Alone, such a request fits with {longest:,} positions of prompt and answer at most."
+            steps, outlook = scheduler.outlook(tabled, rows)
             raise DoesNotFit(
-                said, needed_bytes=refused.needed_bytes, available_bytes=refused.available_bytes, steps=steps
-            ) from None
+                f"{refused}{outlook}", needed_bytes=refused.needed_bytes, available_bytes=refused.available_bytes, steps=steps
+            ) from None  # fmt: skip
 
     def _asked(self, more: Sequence[_Described]) -> tuple[list[StepSize], list[TableRow], Counter[State]]:
         """The largest steps that generators may share, who comes to the table, and the rows that `more` take."""
@@ -352,13 +342,14 @@ class Session(ClosesOnExit):
         else:
             request = LiveRequest(self._submitted, described.submission, canvas, described.largest, decode)
         self._submitted += 1
-        request.waiting_since = self._turns
+        request.wait(self._turns)
         return request
 
     def _start(self, request: LiveRequest) -> None:
         """Take the request's rows and let it ask for its first step."""
         self._given.add(request)
         self._live[request] = None
+        self._deadlines.add(request)
         if not isinstance(request, TabledRequest):
             self._shared.add(request, request.largest)
         request.begin()
@@ -374,11 +365,12 @@ class Session(ClosesOnExit):
         if self._scheduler is not None and isinstance(request, TabledRequest):
             self._scheduler.forget(request)
         self._shared.remove(request)
+        self._deadlines.remove(request)
         del self._live[request]
         return True
 
     def advance(self, steps: int = 1) -> Steps:
-        """Run up to `steps` steps, each for the group that has waited longest.
+        """Run up to `steps` steps, each for the group that has waited longest. Before each, requests end whose deadline has passed.
 
         If a callback raises, its request goes on with the next call. If an algorithm raises, its request ends as "failed". The
         next call returns what steps did before an error.
@@ -402,6 +394,7 @@ class Session(ClosesOnExit):
                 with interrupts_held(), self._runner.exclusive():
                     if self._giving:
                         raise UsageError("a callback cannot advance its session: return, and advance it from outside.")
+                    self._deadlines.expire(self._end)
                     scheduler = self._scheduler if self._next_is_tabled() else None
                     with interrupts_let_through():
                         served = None if scheduler is None else scheduler.step()
@@ -462,7 +455,7 @@ class Session(ClosesOnExit):
         for request, result in zip(group, results, strict=True):
             if request.generation is not None:
                 continue
-            request.waiting_since = self._turns
+            request.wait(self._turns)
             try:
                 with interrupts_held():
                     mine.append(request.take(result))
@@ -487,8 +480,11 @@ class Session(ClosesOnExit):
                 raise UsageError(f"cancel: expected a request, as `submit` returns it, got {type(request).__name__}.")
             if request not in self._given:
                 raise UsageError(f"cancel: request {request.number} is of another session; cancel it there.")
-            if self._forget(request) and request.generation is None:
-                request.end("cancelled")
+            self._end(request, "cancelled")
+
+    def _end(self, request: LiveRequest, how: Early) -> None:
+        if self._forget(request) and request.generation is None:
+            request.end(how)
 
     def close(self) -> None:
         """Cancel what is live, all of it where a streamer raises too. Closing twice is fine."""

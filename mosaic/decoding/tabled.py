@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from mosaic.registrar.request_table import ALL_ONES, Column, Reported
 
 if TYPE_CHECKING:
     from mosaic.decoding.canvas import Canvas
-    from mosaic.decoding.live import Submission
+    from mosaic.decoding.live import Early, Submission
     from mosaic.decoding.rows import TableRow
     from mosaic.runtime.request_table import RequestTable, Served
     from mosaic.runtime.state_rows import OwnedRows
@@ -80,7 +80,9 @@ class TabledRequest(LiveRequest):
         """Take a row of the table, if one is free."""
         canvas, states = self._canvas, (CANVAS, HELD_EXTENTS, KV) if self.row.phase.cached else (CANVAS,)
         of_states = [cast("OwnedRows", canvas.rows_of(state)) for state in states]
-        self.place = self._table.enter(*columns_of(self.row, canvas, self._group), *of_states)
+        self.place = self._table.enter(
+            *columns_of(self.row, canvas, self._group, self._submission.priority), *of_states
+        )
 
     def look(self) -> None:
         """Bring canvas and number of steps up to date."""
@@ -102,7 +104,7 @@ class TabledRequest(LiveRequest):
         self.look()
         super().tell(step)
 
-    def end(self, early: Literal["cancelled", "failed"] | None = None) -> None:
+    def end(self, early: Early | None = None) -> None:
         """Leave the table, give back all rows and make the generation."""
         self.look()
         if early is None and self.row.decides == ALL_ONES:

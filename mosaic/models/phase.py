@@ -238,8 +238,8 @@ def joined_phase(phases: tuple[Phase, ...]) -> Phase:
     cache = _least(caches) if caches else KEPT
     cut = next((phase.cut for phase in phases if phase.cut is not None), None)
     mixed = 0 < len(caches) < len(phases)
-    head = _least([phase.head for phase in phases])
-    return replace(phases[0], cache=cache.covering if mixed else cache, cut=cut, head=head)
+    head, commit = (_least([getattr(phase, part) for phase in phases]) for part in ("head", "commit"))
+    return replace(phases[0], cache=cache.covering if mixed else cache, cut=cut, head=head, commit=commit)
 
 
 @lru_cache(maxsize=1024)

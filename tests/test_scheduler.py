@@ -1,0 +1,314 @@
+"""The scheduler of a session's table: limits of steps, whose turn it is, priorities and deadlines, by what callers see.
+
+A step is a turn. Models are tiny, so a few thousand steps are a clock.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from test_request_table import CONFIGS, prompt_of
+from test_session_turns import Shown
+
+import mosaic
+from mosaic.decoding import GenerationConfig, LiveRequest, Session, Step, Submission
+from mosaic.errors import UsageError
+from mosaic.registrar.operators.pack_requests import PATIENCE
+from mosaic.runtime.compiled import CompiledModel
+
+WAY: dict[str, Any] = {"stop_at_eos": False, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def models() -> Iterator[dict[str, CompiledModel]]:
+    """One model of each family for all tests; none may keep rows."""
+    made = {name: mosaic.compile(config, seed=3, host_budget=0) for name, config in CONFIGS.items()}
+    yield made
+    for model in made.values():
+        assert model.state_rows == {}
+        model.close()
+
+
+def tokens_of(steps: list[Step]) -> int:
+    """The size of a step."""
+    return steps[0].plan.dims["tokens"]
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [16, 24, 33, 100, 8192])
+def test_a_step_beyond_the_limit_serves_one_request_that_needs_it(models: dict[str, CompiledModel], most: int) -> None:
+    """Canvases of 40, 72 and 128 tokens, whose first step of each block computes all of them, and others a block of 8."""
+    with models["llada"].session(max_num_batched_tokens=most) as session:
+        requests = [
+            session.submit(prompt_of(length), gen_length=32, block_length=8, steps=8, cache="dual", **WAY)
+            for length in (8, 40, 96)
+        ]
+        blocks, sizes = dict[int, int](), list[int]()
+        while session.live:
+            steps = list(session.advance())
+            asked = [
+                8 if blocks.get(one.request) == one.block else 40 + 32 * one.request + 24 * (one.request > 1)
+                for one in steps
+            ]
+            blocks |= {one.request: one.block for one in steps}
+            sizes.append(tokens_of(steps))
+            assert sum(asked) <= sizes[-1] <= most or (len(steps) == 1 and sizes[-1] <= asked[0] * 9 / 8)
+        assert min(sizes) <= 24
+    assert all(request.steps == 8 for request in requests)
+
+
+BLOCKS = {"sdar": 4, "llada2": 8, "llada": 8, "fast-dllm-v2": 8}
+
+
+def drawn(rng: random.Random, family: str) -> dict[str, Any]:
+    """Random options of requests that share their steps."""
+    gen_length = rng.randrange(1, 33)
+    found = {"gen_length": gen_length, "temperature": rng.choice([0, 0.8]), "stop_at_eos": rng.random() < 0.5}
+    if family == "llada":
+        gen_length = -(-gen_length // 8) * 8
+        return found | {
+            "gen_length": gen_length,
+            "block_length": 8,
+            "cache": "dual",
+            "steps": gen_length // rng.choice([2, 4]),
+        }
+    if family == "fast-dllm-v2":
+        return found | {"threshold": rng.choice([0.02, 0.5])}
+    return found | {"steps": rng.randint(1, 4), "threshold": rng.choice([0.02, 0.5])}
+
+
+def test_a_request_beyond_the_limit_keeps_nobody_waiting(models: dict[str, CompiledModel]) -> None:
+    """One of 128 tokens between two of 40, for which there is room."""
+    way = {**WAY, "gen_length": 32, "block_length": 8, "steps": 8, "cache": "dual"}
+    with models["llada"].session(max_num_batched_tokens=88) as session:
+        for length in (8, 96, 8):
+            session.submit(prompt_of(length), **way)
+        served = [{step.request for step in session.advance()} for _ in range(5)]
+    assert served == [{0, 2}, {1}, {0, 1, 2}, {0, 2}, {1}]
+
+
+class Traffic:
+    """Random requests that come to a session and are cancelled now and then; who waits, and for how long.
+
+    Attributes
+    ----------
+    requests
+        By number, what was submitted.
+    cancelled
+        Numbers of those that were.
+    """
+
+    def __init__(self, session: Session, family: str, rng: random.Random) -> None:
+        self._session, self._family, self._rng = session, family, rng
+        self.requests: dict[int, tuple[Submission, LiveRequest]] = {}
+        self.cancelled = set[int]()
+        self._waits: dict[int, list[int]] = {}  # of live requests, steps that they have waited, and may wait
+
+    def come(self) -> None:
+        """Submit a request. Before it are the prompts of all that are live, whole blocks, and a turn of each."""
+        asked = Submission(
+            prompt=prompt_of(round(200 ** self._rng.random())), config=GenerationConfig(**drawn(self._rng, self._family)),
+            request_id=len(self.requests),
+        )  # fmt: skip
+        (request,) = self._session.submit_all([asked])
+        self.requests[request.number] = asked, request
+        lengths = [len(self.requests[one.number][0].prompt) for one in self._session.live]
+        blocks = 0 if self._family == "llada" else sum(length // BLOCKS[self._family] for length in lengths)
+        self._waits[request.number] = [0, len(lengths) + PATIENCE + blocks]
+
+    def step(self) -> list[Step]:
+        """Run a step."""
+        live = self._session.live
+        if live and self._rng.random() < 0.03:
+            gone = self._rng.choice(live)
+            self.cancelled.add(gone.number)
+            self._session.cancel(gone)
+        steps = list(self._session.advance())
+        assert steps or not self._session.live
+        for step in steps:
+            if step.phase == "denoise":  # then the others are before it
+                self._waits[step.request] = [-1, len(live)]
+        for number in {one.number for one in self._session.live}:
+            self._waits[number][0] += 1
+            assert self._waits[number][0] <= self._waits[number][1]
+        return steps
+
+
+@pytest.mark.parametrize(("family", "seed"), [
+    ("sdar", 0), *(pytest.param(family, seed, marks=pytest.mark.soak) for family in BLOCKS for seed in range(1, 25)),
+])  # fmt: skip
+def test_steps_keep_to_the_limit_and_nobody_starves_or_is_lost(
+    models: dict[str, CompiledModel], family: str, seed: int
+) -> None:
+    """Requests come faster than they are served. Beyond the limit a step serves one that needs it; each gets its tokens."""
+    rng, model = random.Random(f"{family} {seed}"), models[family]
+    most, coming = (68, 24) if seed == 0 else (rng.choice([40, 68, 100, 136, 260]), 60)
+    with model.session(max_num_batched_tokens=most) as session:
+        traffic = Traffic(session, family, rng)
+        while session.live or len(traffic.requests) < coming:
+            while len(traffic.requests) < coming and rng.random() < 0.6:
+                traffic.come()
+            steps = traffic.step()
+            if steps and tokens_of(steps) > most:
+                (alone,) = steps
+                asked, request = traffic.requests[alone.request]
+                assert most < tokens_of(steps) <= (len(asked.prompt) + request.config.gen_length + 8) * 9 / 8
+    assert model.state_rows == {}
+    for number in rng.sample([*traffic.requests], 4 if seed == 0 else 12):
+        (asked, request), is_cancelled = traffic.requests[number], number in traffic.cancelled
+        (expected,) = model.generate([asked.prompt], asked.config, request_ids=[number])
+        found = request.generation
+        assert found is not None and found.finish == ("cancelled" if is_cancelled else expected.finish)
+        tokens = found.token_ids.tolist()
+        assert tokens == expected.token_ids.tolist()[: len(tokens) if is_cancelled else None]
+
+
+# --- priorities -------------------------------------------------------------------------------------------------------
+
+
+def decisions(session: Session, requests: list[LiveRequest]) -> list[list[int]]:
+    """Advance to the end; return the steps in which each request decides."""
+    found: list[list[int]] = [[] for _ in requests]
+    at = 0
+    while session.live:
+        at += 1
+        for step in session.advance():
+            if len(step.positions):
+                found[step.request - requests[0].number].append(at)
+    return found
+
+
+def asked_with(priorities: list[int], length: int, **options: Any) -> list[Submission]:
+    config = GenerationConfig(**(WAY | options))
+    return [Submission(prompt=prompt_of(length), config=config, priority=priority) for priority in priorities]
+
+
+def test_prompts_of_priority_are_read_first(models: dict[str, CompiledModel]) -> None:
+    """Steps have room for a part of one prompt; within a priority they come in order."""
+    with models["sdar"].session(max_num_batched_tokens=8) as session:
+        found = decisions(
+            session, session.submit_all(asked_with([0, 5, 1000, 0, -1000, 1000], 33, gen_length=4, steps=1))
+        )
+    assert sorted(range(6), key=lambda number: found[number]) == [2, 5, 1, 0, 3, 4]
+
+
+@pytest.mark.parametrize("priority", [0, 2, 5, 1000])
+def test_nobody_waits_for_a_priority_longer_than_it_says(models: dict[str, CompiledModel], priority: int) -> None:
+    """Two of three requests have a priority, and a step serves one: beside its turn the third one waits for the priority."""
+    with models["sdar"].session(max_num_batched_tokens=4) as session:
+        asked = asked_with([priority, 0, priority], 3, gen_length=41, steps=4, remasking="low_confidence_static")
+        first, second, third = decisions(session, session.submit_all(asked))
+    waits = [later - earlier for earlier, later in pairwise([0, *second])]
+    assert (len(second) == 41 and priority <= max(waits) <= priority + 3) or second[0] > max(first[-1], third[-1])
+
+
+def test_generators_of_priority_go_first(models: dict[str, CompiledModel]) -> None:
+    """Two, whose phases no step serves together."""
+    with models["sdar"].session() as session:
+        ways: list[dict[str, Any]] = [
+            {"attention": "oracle:k=4:exact_layers=0"},
+            {"attention": "quest:k=32:exact_layers=0"},
+        ]
+        for priorities in ([0, 1000], [1000, 0], [0, 0]):
+            asked = [asked_with([one], 9, gen_length=8, **way)[0] for one, way in zip(priorities, ways, strict=True)]
+            first, second = decisions(session, session.submit_all(asked))
+            assert [first[-1] < second[0], second[-1] < first[0]] == [one == 1000 for one in priorities]
+
+
+def test_those_of_priority_get_a_row_of_the_table_first(
+    models: dict[str, CompiledModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for most in ("ROWS", "MOST_ROWS"):
+        monkeypatch.setattr(f"mosaic.runtime.request_table.{most}", 1)
+    with models["sdar"].session() as session:
+        found = decisions(session, session.submit_all(asked_with([0, 0, 9, 3], 3, gen_length=4)))
+    assert sorted(range(4), key=lambda number: found[number]) == [0, 2, 3, 1]
+
+
+# --- deadlines --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time in seconds, which stands still unless a test moves it on."""
+    now = [100.0]
+    monkeypatch.setattr("mosaic.decoding.deadlines.monotonic", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize("tabled", [True, False])
+def test_a_request_ends_at_its_deadline_with_what_is_final(
+    models: dict[str, CompiledModel], tabled: bool, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are free before the next step; others go on, also one whose deadline comes later."""
+    model, way = models["sdar"], {**WAY, "gen_length": 24, "steps": 2, "remasking": "low_confidence_static"}
+    (alone,) = model.generate([prompt_of(9)], **way)
+    if not tabled:
+        monkeypatch.setattr("mosaic.decoding.session.table_row", lambda *_: None)
+    shown = Shown()
+    with model.session() as session:
+        late, other, later = (
+            session.submit(prompt_of(9), **way, deadline_s=deadline_s, streamer=streamer, request_id=0)
+            for deadline_s, streamer in ((2.0, shown), (None, None), (3.5, None))
+        )
+        session.advance(6)
+        clock[0] += 1.99
+        assert len(session.advance()) == 3
+        clock[0] += 0.01
+        assert {step.request for step in session.advance()} == {1, 2}
+        assert session.live == (other, later)
+        clock[0] += 2.0
+        session.advance(100)
+    expected = alone.token_ids.tolist()
+    for request, finish in ((late, "expired"), (other, "length"), (later, "expired")):
+        found = request.generation
+        assert found is not None and found.finish == finish
+        tokens = found.token_ids.tolist()
+        assert tokens == expected[: len(tokens)] and (0 < len(tokens) < 24 or finish == "length")
+    assert late.generation is not None and shown.ended == 1
+    assert [token for part in shown.put_[1:] for token in part] == late.generation.token_ids.tolist()
+
+
+def test_a_deadline_ends_who_has_had_no_step(models: dict[str, CompiledModel], clock: list[float]) -> None:
+    """All of several, though a streamer raises; one that has ended before stays as it is."""
+
+    class Raises(Shown):
+        def end(self) -> None:
+            super().end()
+            raise ValueError("no")
+
+    with models["sdar"].session() as session:
+        ended = session.submit(prompt_of(5), gen_length=4, deadline_s=1.0, **WAY)
+        session.advance(100)
+        asked = [
+            Submission(prompt=prompt_of(5), deadline_s=1.0, streamer=streamer)
+            for streamer in (Shown(), Raises(), Shown())
+        ]
+        requests = session.submit_all(asked)
+        clock[0] += 1.0
+        with pytest.raises(ValueError, match="no"):
+            session.advance()
+        assert session.live == () and session.advance() == [] and models["sdar"].state_rows == {}
+        found = [one.generation for one in (ended, *requests)]
+        assert [(one.finish, one.steps > 0) for one in found if one] == [("length", True)] + 3 * [("expired", False)]
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"priority": 1.0}, "priority: expected a number of steps, from -1,073,741,824 to 1,073,741,824, got 1.0"),
+    ({"priority": True}, "priority: .* got True"),
+    ({"priority": 1 << 31}, "priority: .* got 2147483648"),
+    ({"deadline_s": 0}, "deadline_s: expected seconds, above 0, got 0"),
+    ({"deadline_s": float("nan")}, "deadline_s: .* got nan"),
+    ({"deadline_s": "5s"}, "deadline_s: .* got '5s'"),
+])  # fmt: skip
+def test_a_priority_or_deadline_that_cannot_be_is_refused(
+    models: dict[str, CompiledModel], given: dict[str, Any], message: str
+) -> None:
+    with models["sdar"].session() as session, pytest.raises(UsageError, match=message):
+        session.submit(prompt_of(5), **given)
