@@ -125,7 +125,7 @@ def test_which_steps_of_a_block_a_table_marks(attention: str) -> None:
     """Those that select, or of reuse alone those that refresh; unmarked steps refresh as well if one of them has to."""
     arch = load("llada2-mini").architecture
     config = resolve(GenerationConfig(attention=attention, gen_length=40), arch)
-    row, options = table_row(config, arch, 100), config.attention
+    row, options = table_row(config, arch, 100, 0), config.attention
     if attention in GENERATORS:
         assert row is None
         return

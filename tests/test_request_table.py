@@ -105,6 +105,11 @@ def drawn(rng: random.Random, family: str, longest: int) -> dict[str, Any]:
             "small_block_length": rng.choice([2, 4, 8]),
             "threshold": rng.choice([0.02, 0.03, 0.5]), "top_p": rng.choice([None, 0.8]),
         }  # fmt: skip
+    if family == "dream" and rng.random() < 0.4:
+        return config | {
+            "steps": rng.choice([1, 3, 8, 40]), "alg": rng.choice(["origin", "maskgit_plus", "topk_margin", "entropy"]),
+            "alg_temp": rng.choice([None, None, 0.4]), "top_p": rng.choice([None, 0.8]),
+        }  # fmt: skip
     if family in ("llada", "dream"):
         block = config["block_length"] = rng.choice([4, 8])
         config["gen_length"] = -(-config["gen_length"] // block) * block

@@ -31,12 +31,12 @@ class Algorithm(NamedAlgorithm):
         in random draws. Their `states` are the rows that the request takes and `canvas.rows_of` gives; rows of keys and values
         are added.
     row
-        What a table on the device has to know of a request, from its options, the model and the tokens of the prompt; None for a
-        request that has to be decoded by the generator. By default all have to.
+        What a table on the device has to know of a request, from what `shapes` gets; None for a request that has to be decoded by
+        the generator. By default all have to.
     traits
         The options that it takes and the models that it is for; by default the options that all take, and any model.
     """
 
     decode: Callable[[Canvas], Steps]
     shapes: Callable[[GenerationConfig, Architecture, int, int], Shapes]
-    row: Callable[[GenerationConfig, Architecture, int], TableRow | None] | None = None
+    row: Callable[[GenerationConfig, Architecture, int, int], TableRow | None] | None = None

@@ -42,7 +42,9 @@ def algorithm_of(config: GenerationConfig) -> Algorithm:
     return _ALGORITHMS["fast-dllm" if config.cache and name == "llada" else name]
 
 
-def table_row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> TableRow | None:
+def table_row(
+    config: GenerationConfig, architecture: Architecture, prompt_len: int, request_id: int
+) -> TableRow | None:
     """Return what a table on the device has to know of a request, options resolved; None if a generator decodes it.
 
     It does if the algorithm does not say, requests of a table cannot have one of the policies (`Policy.of_table`), keys are seen by
@@ -52,7 +54,7 @@ def table_row(config: GenerationConfig, architecture: Architecture, prompt_len: 
     ranged = bool(architecture.windows) or architecture.rotary.kind == "dynamic"
     if describe is None or ranged or len(architecture.eos_token_ids) > STOPS:
         return None
-    found = describe(config, architecture, prompt_len)
+    found = describe(config, architecture, prompt_len, request_id)
     return None if found is None else _with_policies(found, config, architecture)
 
 
@@ -100,10 +102,10 @@ def shapes(
     each = [
         largest_steps(found, architecture, length, number) for length, number in zip(prompt_lens, asked, strict=True)
     ]
-    for sizes, length in zip(each, prompt_lens, strict=True):
-        row = table_row(found, architecture, length)
+    for sizes, length, number in zip(each, prompt_lens, asked, strict=True):
+        row = table_row(found, architecture, length, number)
         if row is not None:
-            taken = {CANVAS: row.length, **OF_TABLE}
+            taken = {CANVAS: row.length + len(row.schedule), **OF_TABLE}
             sizes[:] = [replace(size, states={**size.states, **taken}) for size in sizes]
     return shared_sizes(each)
 

@@ -39,7 +39,7 @@ def _phase(config: GenerationConfig) -> Phase:
     )
 
 
-def row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> TableRow:
+def row(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> TableRow:
     """Return what a table has to know of a request."""
     prefix, length = whole_blocks(config, prompt_len)
     dynamic = config.remasking in (None, "low_confidence_dynamic")

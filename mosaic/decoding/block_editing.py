@@ -82,7 +82,7 @@ def _edit_block(canvas: Canvas, blocks: Blocks, start: int, *, unwritten: int) -
             return
 
 
-def row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> TableRow:
+def row(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> TableRow:
     """Return what a table has to know of a request."""
     prefix, length = whole_blocks(config, prompt_len)
     block = config.block_length or 1

@@ -6,24 +6,30 @@ s/t)) rows of the highest confidence (maskgit_plus), margin or negative entropy,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mosaic.decoding.canvas import Canvas, Sampling, Shapes, Steps
 from mosaic.decoding.noise import row_keys
+from mosaic.decoding.rows import TableRow
 from mosaic.kernels.shared.sampling import uniforms
-from mosaic.models.parts import Commit
+from mosaic.models.parts import WHOLE, Commit
 from mosaic.models.phase import Phase
 from mosaic.models.step import StepSize
+from mosaic.registrar.request_table import LEAST_ONES, OPEN_ONES
+from mosaic.registrar.request_table import WHOLE as WHOLE_SPAN
 
 if TYPE_CHECKING:
     from mosaic.decoding.config import GenerationConfig
     from mosaic.models.architecture import Architecture
 
-__all__ = ["decode", "shapes"]
+__all__ = ["decode", "row", "shapes"]
 
 _SCORES: Final = {"origin": "confidence", "maskgit_plus": "confidence", "topk_margin": "margin", "entropy": "entropy"}
 
@@ -38,6 +44,21 @@ def _phase(config: GenerationConfig) -> Phase:
     score: Any = _SCORES[config.alg or "origin"]
     perturb = config.alg != "origin" and bool(config.alg_temp)
     return Phase(head=_sampling(config).head, commit=Commit(score=score, rule="top", perturb=perturb))
+
+
+def row(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> TableRow:
+    """Return what a table has to know of a request: which steps decide how many is known before the first."""
+    commit, origin = _phase(config).commit, config.alg == "origin"
+    assert isinstance(commit, Commit)
+    schedule = _quotas(config)
+    if origin:
+        schedule = tuple([(step, len(drawn)) for step, drawn in _origin(config, request, prompt_len)])
+    return TableRow(
+        sampling=_sampling(config), start=prompt_len, prefix=0, length=prompt_len + config.gen_length,
+        block=config.gen_length, window=WHOLE_SPAN, decides=LEAST_ONES if origin else OPEN_ONES,
+        shifted=architecture.shifted, cache=WHOLE, commit=replace(commit, rule="dynamic"), schedule=schedule,
+        score_temperature=0.0 if origin else config.alg_temp or 0.0,
+    )  # fmt: skip
 
 
 def _shares(config: GenerationConfig) -> Tensor:
@@ -61,21 +82,23 @@ def _origin(config: GenerationConfig, request: int, prompt_len: int) -> Iterator
         yield (config.steps or 1) - 1, left
 
 
-def _ranked(config: GenerationConfig, canvas: Canvas) -> Iterator[tuple[int, Tensor, int]]:
-    """The open positions of each step that decides any, and how many it decides."""
-    for step, share in enumerate(_shares(config)):
-        if quota := int(int(canvas.masked.sum()) * share):
-            yield step, canvas.open_rows(0, canvas.length), quota
-    if canvas.masked.any():
-        left = canvas.open_rows(0, canvas.length)
-        yield (config.steps or 1) - 1, left, len(left)
+@lru_cache(maxsize=64)
+def _quotas(config: GenerationConfig) -> tuple[tuple[int, int], ...]:
+    """Each step that decides any of the masks, and how many, in float32."""
+    left, found = config.gen_length, list[tuple[int, int]]()
+    for step, share in enumerate(_shares(config).numpy()):
+        if quota := int(np.float32(left) * share):
+            found.append((step, quota))
+            left -= quota
+    return (*found, *([((config.steps or 1) - 1, left)] if left else ()))
 
 
 def decode(canvas: Canvas) -> Steps:
     """Decode one request."""
     config = canvas.config
     phase, sampling = _phase(config), _sampling(config)
-    steps = _ranked(config, canvas)
+    steps: Iterable[tuple[int, Tensor, int]]
+    steps = ((step, canvas.open_rows(0, canvas.length), quota) for step, quota in _quotas(config))
     if config.alg == "origin":
         drawn = _origin(config, canvas.request, canvas.prompt_len)
         steps = ((step, positions, len(positions)) for step, positions in drawn)

@@ -47,7 +47,7 @@ def _phase(config: GenerationConfig, architecture: Architecture, *, first: bool 
     )
 
 
-def row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> TableRow | None:
+def row(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> TableRow | None:
     """Return what a table has to know of a request. The generator has caches on shifted models with steps of several tokens: there
     a step that follows the schedule commits one."""
     block, least, shifted = config.block_length or 1, config.threshold, architecture.shifted

@@ -35,7 +35,7 @@ def _blocks(config: GenerationConfig, arch: Architecture, prompt_len: int) -> Bl
     return Blocks(config, arch, prompt_len, replace(_NEXT, head=Sampling.of(config, scaled=True).head))
 
 
-def row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> TableRow:
+def row(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> TableRow:
     """Return what a table has to know of a request. A prompt of whole blocks leaves its last one to a step that also predicts."""
     prefix, length = whole_blocks(config, prompt_len)
     block, small = config.block_length or 1, config.small_block_length or 1

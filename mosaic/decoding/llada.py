@@ -57,7 +57,7 @@ def phase_of(config: GenerationConfig) -> Phase:
     )
 
 
-def row(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> TableRow | None:
+def row(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> TableRow | None:
     """Return what a table has to know of a request; the generator has guidance, and steps that commit nothing."""
     steps = counts(config)
     if config.cfg_scale > 0 or _block_steps(config) > len(steps):

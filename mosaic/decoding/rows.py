@@ -16,7 +16,17 @@ from mosaic.kernels.shared.requests import bits
 from mosaic.models.parts import CANVAS, HELD_EXTENTS, KEPT, KV, REQUESTS, TABLED, CachePolicy, Commit, Cut, Head
 from mosaic.models.phase import Phase
 from mosaic.registrar.operators.read_canvas import OPEN
-from mosaic.registrar.request_table import BY_BLOCKS, CANVAS_LONG, COLUMNS, OPEN_ONES, STOPS, Column
+from mosaic.registrar.request_table import (
+    BY_BLOCKS,
+    CANVAS_LONG,
+    COLUMNS,
+    FIRST_ONES,
+    LEAST_ONES,
+    OPEN_ONES,
+    RANDOM_ONES,
+    STOPS,
+    Column,
+)
 
 if TYPE_CHECKING:
     from mosaic.decoding.canvas import Canvas, Sampling
@@ -29,6 +39,8 @@ RULE: Final = Commit(score="confidence", rule="dynamic")
 """Every rule that commits at least a quota and all above a threshold."""
 OF_TABLE: Final = {REQUESTS: 2, HELD_EXTENTS: 2}
 """Rows of the table's own states for each request, at most: a table that grows doubles, and keys lie in few extents."""
+UNIT: Final = 32
+"""Most tokens that steps over whole canvases are multiples of."""
 ALL: Final = float("inf")
 """The threshold of a rule that commits a quota alone."""
 
@@ -60,6 +72,11 @@ class TableRow(NamedTuple):
         Of the kind of step, as policies have made them; where a step is marked, what covers this cache.
     commit
         Which of the rows to decide are committed.
+    schedule
+        Of a request whose answer is one block, if its steps differ: of each step that decides, the number that it counts as, with
+        those that decide nothing, and how many tokens it commits.
+    score_temperature
+        At which scores are perturbed, by a rule that does; 0: not at all.
     edit_threshold, post_steps
         Of a request that decides all positions, the score above which a decided token is replaced, and the most steps that only
         edit a block.
@@ -82,6 +99,8 @@ class TableRow(NamedTuple):
     cache: CachePolicy = KEPT
     cut: Cut | None = None
     commit: Commit = RULE
+    schedule: tuple[tuple[int, int], ...] = ()
+    score_temperature: float = 0.0
     edit_threshold: float = 0.0
     post_steps: int = 0
     marks: int = 0
@@ -99,6 +118,17 @@ class TableRow(NamedTuple):
         several = self.window == BY_BLOCKS and self.length - self.start > self.span
         return self.span * (2 if several else 1)
 
+    @property
+    def unit(self) -> int:
+        """The tokens that steps are multiples of."""
+        return self.block if self.span else min(self.block, UNIT)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that a step decides at most."""
+        chosen = self.decides in (FIRST_ONES, RANDOM_ONES, LEAST_ONES)
+        return max(quota for _, quota in self.schedule) if self.schedule and chosen else self.block
+
     def number_of(self, start: int) -> int:
         """Return which block begins at a position; those in one span of the model count as one."""
         width, first = self.span or self.block, self.start - (self.start % self.span if self.span else 0)
@@ -115,11 +145,12 @@ def demand_of(row: TableRow, holes: int) -> dict[State, int]:
     at most."""
     own = dict.fromkeys(row.phase.own_states, 1)
     keys = {KV: row.length, HELD_EXTENTS: holes + 1} if row.phase.cached else {}
-    return {CANVAS: row.length, **keys, **own}
+    return {CANVAS: row.length + len(row.schedule), **keys, **own}
 
 
 def columns_of(row: TableRow, canvas: Canvas, group: int, priority: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the columns of a request that has not begun, [COLUMNS], and its canvas, [N], `OPEN` where nothing is decided."""
+    """Return the columns of a request that has not begun, [COLUMNS], and its canvas, `OPEN` where nothing is decided, [N], with its
+    schedule behind it."""
     config, column = canvas.config, np.zeros(COLUMNS, dtype=np.int64)
     tokens = np.where(canvas.mask_array, OPEN, canvas.token_array)
     stops = (*canvas.architecture.eos_token_ids, *[-1] * STOPS) if config.stop_at_eos else [-1] * STOPS
@@ -132,11 +163,15 @@ def columns_of(row: TableRow, canvas: Canvas, group: int, priority: int) -> tupl
         Column.TOP_P: bits(row.sampling.top_p), Column.CUTS: int(row.sampling.head.cuts), Column.START: row.start,
         Column.SPAN: row.span or CANVAS_LONG, Column.SHIFTED: int(row.shifted), Column.BEFORE: row.before, Column.WIDE: 1,
         Column.GROUP: group, Column.MARKS: row.marks, Column.PRIORITY: priority, Column.POST_STEPS: row.post_steps,
-        Column.EDIT_THRESHOLD: bits(row.edit_threshold),
+        Column.EDIT_THRESHOLD: bits(row.edit_threshold), Column.SCHEDULE: len(row.schedule),
+        Column.SCORE_TEMPERATURE: bits(row.score_temperature),
         Column.OPEN: int(canvas.mask_array[row.start : row.start + row.block].sum()),
     }  # fmt: skip
     column[[int(key) for key in given]] = list(given.values())
     column[Column.STOP : Column.STOP + STOPS] = stops[:STOPS]
+    if row.schedule:
+        column[Column.STEP], column[Column.QUOTA] = row.schedule[0]
+        tokens = np.concatenate([tokens, [step << 32 | quota for step, quota in row.schedule]])
     column[Column.OWN : Column.SPAN] = -1
     for state in row.phase.own_states:
         column[state.own_column] = cast("OwnedRows", canvas.rows_of(state)).runs(0, 1)[0][0]

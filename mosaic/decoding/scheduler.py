@@ -29,7 +29,7 @@ from mosaic.models.phase import Phase, shared_phase
 from mosaic.models.policies.policy import with_parts
 from mosaic.models.step import StepSize, bucket
 from mosaic.registrar.operators.pack_requests import PATIENCE
-from mosaic.registrar.request_table import CANVAS_LONG, ENDED, OPEN_ONES, WHOLE, Column, Reported
+from mosaic.registrar.request_table import ALL_ONES, CANVAS_LONG, ENDED, OPEN_ONES, WHOLE, Column, Reported
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.kept_counts import KeptOfRequests
 from mosaic.runtime.request_table import Room
@@ -61,12 +61,14 @@ AHEAD: Final = 2
 
 
 class _Kind(NamedTuple):
-    """What the size of a step has to know of a request: its group, the kind of step, tokens of its largest one, and of a block."""
+    """What the size of a step has to know of a request: its group, the kind of step, tokens of its largest one, the tokens that its
+    steps are multiples of, and the rows that it decides at most."""
 
     group: int
     phase: Phase
     tokens: int
     block: int
+    rows: int
 
 
 class Scheduler:
@@ -145,7 +147,7 @@ class Scheduler:
         if self._waiting or count > len(live):
             return None
         all_at_once = sum(kind.tokens * number for kind, number in self._kinds.items()) <= self._most_tokens and all(
-            kind.tokens <= 2 * kind.block and kind.phase.cut is None for kind in self._kinds
+            kind.tokens <= 2 * kind.rows and kind.phase.cut is None for kind in self._kinds
         )
         steps = live[count - 1][0] * (1 if all_at_once else len(live)) if count else 0
         spans = [left for _, left, _ in live if left]
@@ -159,9 +161,9 @@ class Scheduler:
         table."""
         column = [int(value) for value in self._table.columns[place]]
         of_block = (column[Column.BLOCK] - column[Column.MORE]) // column[Column.QUOTA] + 2 * column[Column.SHIFTED]
+        of_block = column[Column.SCHEDULE] or of_block + column[Column.POST_STEPS]
         blocks = -(-(column[Column.END] - column[Column.START]) // column[Column.BLOCK])
         prompt = max(column[Column.PREFIX] - column[Column.WRITTEN], 0)
-        of_block += column[Column.POST_STEPS]
         return blocks * of_block, -(-prompt // column[Column.SPAN]), place
 
     def longest(self, row: TableRow) -> int:
@@ -201,7 +203,7 @@ class Scheduler:
             needed, block, _ = _needed(kinds := self._beside((group,), mine))
             usual = sum(_usual(kind) * count for kind, count in mine.items())
             blocks = self._rung(max(needed, min(usual, self._most(block))), block)
-            decides = sum(kind.block * count for kind, count in mine.items())
+            decides = sum(kind.rows * count for kind, count in mine.items())
             found.append(Room.of(_phase(kinds, marked=True), sum(mine.values()), blocks, block, decides))
         return found
 
@@ -222,7 +224,8 @@ class Scheduler:
 
         def more(count: int) -> dict[State, int]:
             table = max(self._table.rows_to_open, 1 << (count - 1).bit_length())
-            return {REQUESTS: table, **{state: rows * count for state, rows in demand.items()}}
+            # rows that lie together leave holes between others: as many as rows, in traffic
+            return {REQUESTS: table, **{state: rows * count << state.together for state, rows in demand.items()}}
 
         def fits(count: int) -> bool:
             return all(self.admits([row] * count, more(count)) for row in rows)
@@ -260,9 +263,10 @@ class Scheduler:
     def _kinds_of(self, row: TableRow) -> list[_Kind]:
         """The kinds of steps of a request: those of its group, and those that write its prompt."""
         group, phase = self.group_of(row), row.phase
-        found = [_Kind(group, phase, row.most_tokens, row.block)]
+        found = [_Kind(group, phase, row.most_tokens, row.unit, row.most_rows)]
         if group and row.prefix:
-            found.append(_Kind(0, replace(phase, cache=KEPT, cut=None, commit=RULE), row.span, row.block))
+            prompts = replace(phase, cache=KEPT, cut=None, commit=RULE)
+            found.append(_Kind(0, prompts, row.span, row.unit, row.most_rows))
         return found
 
     def add(self, request: TabledRequest) -> None:
@@ -449,7 +453,8 @@ def _go_on(columns: NDArray[np.int64], step: Launched, usual: int) -> None:
     given = np.minimum(np.maximum(step.room.tokens - used - before, 0), length[fills])
     column[Column.WRITTEN, fills] += given // column[Column.SPAN, fills] * column[Column.SPAN, fills]
     least = quotas(columns[served])
-    exactly = (column[Column.THRESHOLD, served] == _NEVER) | (column[Column.DECIDES, served] != OPEN_ONES)
+    by_scores = np.isin(column[Column.DECIDES, served], (OPEN_ONES, ALL_ONES))
+    exactly = (column[Column.THRESHOLD, served] == _NEVER) | ~by_scores
     column[Column.SERVED, served] = column[Column.SERVED].max(initial=0) + 1
     column[Column.OPEN, served] -= np.minimum(np.where(exactly, least, np.maximum(least, usual)), asked.rows[served])
     column[Column.NUMBER, served] += ~closes(columns[served])
@@ -465,13 +470,13 @@ def _go_on(columns: NDArray[np.int64], step: Launched, usual: int) -> None:
 
 def _needed(kinds: Collection[_Kind]) -> tuple[int, int, int]:
     """Tokens of the largest step that cannot be cut, the smallest block, and the rows that one request decides at most."""
-    blocks = [kind.block for kind in kinds]
-    return max([kind.tokens for kind in kinds]), min(blocks), max(blocks)
+    blocks, rows = [kind.block for kind in kinds], [kind.rows for kind in kinds]
+    return max([kind.tokens for kind in kinds]), min(blocks), max(rows)
 
 
 def _usual(kind: _Kind) -> int:
     """Tokens that most steps compute for a request at most: others are few, and of whole canvases one at a time."""
-    return min(kind.tokens, 2 * kind.block)
+    return min(kind.tokens, 2 * kind.rows) if kind.phase.cached else kind.tokens
 
 
 def _first(
