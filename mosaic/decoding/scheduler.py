@@ -25,7 +25,7 @@ from mosaic.errors import UsageError
 from mosaic.kernels.shared.requests import asked_of, closes, quotas, turns, wanted
 from mosaic.kernels.shared.requests import bits as bits_of
 from mosaic.models.parts import KEPT, REQUESTS, Cut
-from mosaic.models.phase import Phase, joined_phase
+from mosaic.models.phase import Phase, shared_phase
 from mosaic.models.policies.policy import with_parts
 from mosaic.models.step import StepSize, bucket
 from mosaic.registrar.operators.pack_requests import PATIENCE
@@ -490,7 +490,7 @@ def _first(
 
 def _phase(kinds: Collection[_Kind], *, marked: bool) -> Phase:
     """The kind of step that serves all of these."""
-    phase = joined_phase(tuple(dict.fromkeys([kind.phase for kind in kinds])))
+    phase = shared_phase([kind.phase for kind in kinds])
     return with_parts(phase, cache=phase.cache.covering) if marked else phase
 
 
