@@ -285,7 +285,7 @@ def test_random_requests_get_what_they_get_alone(
     steps, shared = come_and_go(caller, rng, most=6)
     for place in range(count):
         caller.check(place)
-    assert len(caller.cancelled) < count // 2 and shared > steps // 8
+    assert len(caller.cancelled) < count // 2 and shared >= steps // 8
     assert models[family].state_rows == {}
 
 

@@ -5,6 +5,7 @@ A step is a turn. Models are tiny, so a few thousand steps are a clock.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -16,6 +17,7 @@ from test_session_turns import Shown
 import mosaic
 from mosaic.decoding import GenerationConfig, LiveRequest, Session, Step, Submission
 from mosaic.errors import UsageError
+from mosaic.registrar.operators.pack_requests import PATIENCE
 from mosaic.runtime.compiled import CompiledModel
 
 WAY: dict[str, Any] = {"stop_at_eos": False, "seed": 3}
@@ -59,6 +61,112 @@ def test_a_step_beyond_the_limit_serves_one_request_that_needs_it(models: dict[s
             assert sum(asked) <= sizes[-1] <= most or (len(steps) == 1 and sizes[-1] <= asked[0] * 9 / 8)
         assert min(sizes) <= 24
     assert all(request.steps == 8 for request in requests)
+
+
+BLOCKS = {"sdar": 4, "llada2": 8, "llada": 8, "fast-dllm-v2": 8}
+
+
+def drawn(rng: random.Random, family: str) -> dict[str, Any]:
+    """Random options of requests that share their steps."""
+    gen_length = rng.randrange(1, 33)
+    found = {"gen_length": gen_length, "temperature": rng.choice([0, 0.8]), "stop_at_eos": rng.random() < 0.5}
+    if family == "llada":
+        gen_length = -(-gen_length // 8) * 8
+        return found | {
+            "gen_length": gen_length,
+            "block_length": 8,
+            "cache": "dual",
+            "steps": gen_length // rng.choice([2, 4]),
+        }
+    if family == "fast-dllm-v2":
+        return found | {"threshold": rng.choice([0.02, 0.5])}
+    return found | {"steps": rng.randint(1, 4), "threshold": rng.choice([0.02, 0.5])}
+
+
+def test_a_request_beyond_the_limit_keeps_nobody_waiting(models: dict[str, CompiledModel]) -> None:
+    """One of 128 tokens between two of 40, for which there is room."""
+    way = {**WAY, "gen_length": 32, "block_length": 8, "steps": 8, "cache": "dual"}
+    with models["llada"].session(max_num_batched_tokens=88) as session:
+        for length in (8, 96, 8):
+            session.submit(prompt_of(length), **way)
+        served = [{step.request for step in session.advance()} for _ in range(5)]
+    assert served == [{0, 2}, {1}, {0, 1, 2}, {0, 2}, {1}]
+
+
+class Traffic:
+    """Random requests that come to a session and are cancelled now and then; who waits, and for how long.
+
+    Attributes
+    ----------
+    requests
+        By number, what was submitted.
+    cancelled
+        Numbers of those that were.
+    """
+
+    def __init__(self, session: Session, family: str, rng: random.Random) -> None:
+        self._session, self._family, self._rng = session, family, rng
+        self.requests: dict[int, tuple[Submission, LiveRequest]] = {}
+        self.cancelled = set[int]()
+        self._waits: dict[int, list[int]] = {}  # of live requests, steps that they have waited, and may wait
+
+    def come(self) -> None:
+        """Submit a request. Before it are the prompts of all that are live, whole blocks, and a turn of each."""
+        asked = Submission(
+            prompt=prompt_of(round(200 ** self._rng.random())), config=GenerationConfig(**drawn(self._rng, self._family)),
+            request_id=len(self.requests),
+        )  # fmt: skip
+        (request,) = self._session.submit_all([asked])
+        self.requests[request.number] = asked, request
+        lengths = [len(self.requests[one.number][0].prompt) for one in self._session.live]
+        blocks = 0 if self._family == "llada" else sum(length // BLOCKS[self._family] for length in lengths)
+        self._waits[request.number] = [0, len(lengths) + PATIENCE + blocks]
+
+    def step(self) -> list[Step]:
+        """Run a step."""
+        live = self._session.live
+        if live and self._rng.random() < 0.03:
+            gone = self._rng.choice(live)
+            self.cancelled.add(gone.number)
+            self._session.cancel(gone)
+        steps = list(self._session.advance())
+        assert steps or not self._session.live
+        for step in steps:
+            if step.phase == "denoise":  # then the others are before it
+                self._waits[step.request] = [-1, len(live)]
+        for number in {one.number for one in self._session.live}:
+            self._waits[number][0] += 1
+            assert self._waits[number][0] <= self._waits[number][1]
+        return steps
+
+
+@pytest.mark.parametrize(("family", "seed"), [
+    ("sdar", 0), *(pytest.param(family, seed, marks=pytest.mark.soak) for family in BLOCKS for seed in range(1, 25)),
+])  # fmt: skip
+def test_steps_keep_to_the_limit_and_nobody_starves_or_is_lost(
+    models: dict[str, CompiledModel], family: str, seed: int
+) -> None:
+    """Requests come faster than they are served. Beyond the limit a step serves one that needs it; each gets its tokens."""
+    rng, model = random.Random(f"{family} {seed}"), models[family]
+    most, coming = (68, 24) if seed == 0 else (rng.choice([40, 68, 100, 136, 260]), 60)
+    with model.session(max_num_batched_tokens=most) as session:
+        traffic = Traffic(session, family, rng)
+        while session.live or len(traffic.requests) < coming:
+            while len(traffic.requests) < coming and rng.random() < 0.6:
+                traffic.come()
+            steps = traffic.step()
+            if steps and tokens_of(steps) > most:
+                (alone,) = steps
+                asked, request = traffic.requests[alone.request]
+                assert most < tokens_of(steps) <= (len(asked.prompt) + request.config.gen_length + 8) * 9 / 8
+    assert model.state_rows == {}
+    for number in rng.sample([*traffic.requests], 4 if seed == 0 else 12):
+        (asked, request), is_cancelled = traffic.requests[number], number in traffic.cancelled
+        (expected,) = model.generate([asked.prompt], asked.config, request_ids=[number])
+        found = request.generation
+        assert found is not None and found.finish == ("cancelled" if is_cancelled else expected.finish)
+        tokens = found.token_ids.tolist()
+        assert tokens == expected.token_ids.tolist()[: len(tokens) if is_cancelled else None]
 
 
 # --- priorities -------------------------------------------------------------------------------------------------------
