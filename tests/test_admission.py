@@ -12,7 +12,7 @@ import pytest
 from test_decoding import CONFIGS, prompt_of
 
 import mosaic
-from mosaic import models
+from mosaic import decoding, models
 from mosaic.decoding import GenerationConfig
 from mosaic.decoding.algorithms import largest_steps, shared_sizes
 from mosaic.decoding.config import resolve
@@ -177,8 +177,7 @@ def test_submitting_makes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither where a request is admitted, first or beside others, nor where it is refused."""
     options = GenerationConfig(gen_length=8, block_length=4, steps=4)
     with mosaic.compile(CONFIGS["llada"], host_budget=0) as roomy:
-        three = shared_sizes([largest_steps(resolve(options, roomy.architecture), roomy.architecture, 9, 0)] * 3)
-        budget = roomy.check(three).total_bytes
+        budget = roomy.check(decoding.shapes(options, [9] * 3, roomy.architecture)).total_bytes
     with mosaic.compile(CONFIGS["llada"], budget=budget, host_budget=0) as model, model.session() as session:
         with making_no_plans(monkeypatch):
             requests = [session.submit(prompt_of(9), options) for _ in range(3)]
@@ -188,7 +187,7 @@ def test_submitting_makes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert refused.value.needed_bytes > refused.value.available_bytes == budget
             for request in requests:
                 session.cancel(request)
-            with pytest.raises(DoesNotFit, match="the largest context that fits is"):
+            with pytest.raises(DoesNotFit, match="Alone, such a request fits with"):
                 session.submit(prompt_of(400), options)
         session.submit(prompt_of(9), options)
         while session.live:

@@ -111,3 +111,28 @@ def test_tokens_are_those_of_the_request_alone(policy: str, model: CompiledModel
             assert alone.token_ids.tolist() == found.token_ids.tolist()
             assert torch.equal(alone.confidence, found.confidence)
     assert {executor.document.get("batch_invariant") for executor in model.executors} == {True}
+
+
+def test_requests_of_several_policies_share_steps_and_get_what_they_get_alone(model: CompiledModel) -> None:
+    """Exact ones, ones that select, ones that evict, and both stand in one step; the others take turns."""
+    generator, most = torch.Generator().manual_seed(9), 0
+    policies = [
+        *POLICIES.values(),
+        {"eviction": "focus:requests=64"},
+        {"attention": SPARSE, "eviction": "focus:requests=64"},
+    ] * 2
+    prompts = [torch.randint(8, 8000, (40 * number + 3,), generator=generator) for number in range(len(policies))]
+    options: dict[str, Any] = {"gen_length": 64, "steps": 16, "stop_at_eos": False}
+    with model.session() as session:
+        requests = [
+            session.submit(prompt, request_id=number, **options, **policy)
+            for number, (prompt, policy) in enumerate(zip(prompts, policies, strict=True))
+        ]
+        while session.live:
+            steps = [step for step in session.advance() if step.phase == "denoise"]
+            most = max(most, len({str(policies[step.request]) for step in steps}))
+    assert most > 3
+    for number, (prompt, policy, request) in enumerate(zip(prompts, policies, requests, strict=True)):
+        (alone,) = model.generate([prompt], request_ids=[number], **options, **policy)
+        assert request.generation is not None
+        assert alone.token_ids.tolist() == request.generation.token_ids.tolist(), policy

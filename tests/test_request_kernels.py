@@ -94,27 +94,29 @@ class Requests:
         column[Column.PREFIX], column[Column.BLOCK], column[Column.WINDOW] = prefix, block, window
         column[Column.QUOTA], column[Column.MORE] = rng.randint(1, block), rng.randrange(3)
         column[Column.DECIDES], column[Column.TOP_K], column[Column.CUTS] = (
-            rng.randrange(4 if shifted else 5),
+            rng.randrange(3),
             rng.randrange(9),
             rng.randrange(2),
         )
         column[Column.SPAN], column[Column.SHIFTED], column[Column.WIDE] = span, shifted, rng.randrange(2)
         column[Column.NOISE] = key_of(rng.randrange(2**64), rng.randrange(9))
         column[Column.STOP : Column.STOP + 4] = [rng.randrange(20), -1, rng.choice([-1, 5]), -1]
-        numbers = Column.THRESHOLD, Column.TEMPERATURE, Column.TOP_P, Column.EDIT_THRESHOLD, Column.SCORE_TEMPERATURE
-        for setting in numbers:
+        for setting in (Column.THRESHOLD, Column.TEMPERATURE, Column.TOP_P):
             column[setting] = bits(rng.random())
-        column[Column.SCHEDULE] = rng.choice([0, 0, 3])
-        column[Column.SINCE], column[Column.POST_STEPS] = rng.randrange(6), rng.randrange(5)
         column[Column.WRITTEN], column[Column.START], column[Column.NUMBER] = min(written, prefix), now, number
         column[Column.BEFORE] = span if at and span < CANVAS_LONG and now % span == 0 and not number else 0
         column[Column.GROUP] = rng.choice([0, 0, 0, 2]) * self.groups
         column[Column.MARKS] = rng.choice([0, 0, 1, 4, 1 << 62]) * self.groups
         column[Column.OWN : Column.OWN + 4] = [rng.randrange(-1, 9) for _ in range(4)]
         column[Column.STEP], column[Column.SERVED] = rng.randrange(50), rng.randrange(12)
-        column[Column.PRIORITY] = random.Random(len(tokens)).choice([0, 0, 3, -9, 1 << 30])
+        more = random.Random(len(tokens))
+        column[Column.PRIORITY] = more.choice([0, 0, 3, -9, 1 << 30])
+        column[Column.DECIDES] = more.choice([column[Column.DECIDES], 3, column[Column.DECIDES] if shifted else 4])
+        column[Column.EDIT_THRESHOLD], column[Column.SCORE_TEMPERATURE] = bits(more.random()), bits(more.random())
+        column[Column.SCHEDULE] = more.choice([0, 0, 3])
+        column[Column.SINCE], column[Column.POST_STEPS] = more.randrange(6), more.randrange(5)
         column[Column.OPEN] = sum(token == OPEN for token in canvas[now : now + block])
-        tokens += canvas + [rng.randrange(99) << 32 | rng.randrange(9) for _ in range(column[Column.SCHEDULE])]
+        tokens += canvas + [more.randrange(99) << 32 | more.randrange(9) for _ in range(column[Column.SCHEDULE])]
         extents += mine
         return column
 
@@ -267,7 +269,7 @@ def test_plans_of_steps_over_a_table_are_proved(device: str) -> None:
 
 
 def test_the_keys_of_rows_are_those_of_noise() -> None:
-    case = Requests(1).draw()
+    case = Requests(4).draw()
     given, bounds = case.operands, case.operands["cu_rows"].tolist()
     row = next(row for row in range(len(bounds) - 1) if bounds[row + 1] > bounds[row])
     request, mine = int(given["row"][row]), slice(bounds[row], bounds[row + 1])

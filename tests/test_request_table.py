@@ -123,7 +123,7 @@ def drawn(rng: random.Random, family: str, longest: int) -> dict[str, Any]:
         if family == "dream" and config["algorithm"] == "fast-dllm":
             config["top_p"] = rng.choice([None, 0.8])
         return config
-    if family == "llada2" and rng.random() < 0.5:
+    if family == "llada2" and rng.random() < 0.4:
         return config | {
             "algorithm": "llada2.1", "threshold": rng.choice([0.02, 0.03, 0.2]), "top_k": rng.choice([None, 5]),
             "edit_threshold": rng.choice([0.015, 0.03, 0.9]), "max_post_steps": rng.choice([0, 1, 4]),
@@ -285,7 +285,7 @@ def test_random_requests_get_what_they_get_alone(
     steps, shared = come_and_go(caller, rng, most=6)
     for place in range(count):
         caller.check(place)
-    assert len(caller.cancelled) < count // 2 and shared > steps // 8
+    assert len(caller.cancelled) < count // 2 and shared >= steps // 8
     assert models[family].state_rows == {}
 
 

@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from mosaic.decoding.expected import NEVER, go_on
 from mosaic.decoding.groups import Groups, bits
 from mosaic.decoding.prompts import is_integer
-from mosaic.decoding.rows import ALL, RULE, demand_of
+from mosaic.decoding.rows import RULE, demand_of
 from mosaic.decoding.tabled import ServedSteps
 from mosaic.errors import UsageError
-from mosaic.kernels.shared.requests import asked_of, closes, quotas, turns, wanted
-from mosaic.kernels.shared.requests import bits as bits_of
+from mosaic.kernels.shared.requests import asked_of, turns, wanted
 from mosaic.models.parts import KEPT, REQUESTS, Cut
-from mosaic.models.phase import Phase, joined_phase
+from mosaic.models.phase import Phase, shared_phase
 from mosaic.models.policies.policy import with_parts
 from mosaic.models.step import StepSize, bucket
 from mosaic.registrar.operators.pack_requests import PATIENCE
-from mosaic.registrar.request_table import ALL_ONES, CANVAS_LONG, ENDED, OPEN_ONES, WHOLE, Column, Reported
+from mosaic.registrar.request_table import ALL_ONES, Column, Reported
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.kept_counts import KeptOfRequests
 from mosaic.runtime.request_table import Room
@@ -52,7 +52,6 @@ SHARES: Final = 8
 """Rungs between a number of blocks and twice as many."""
 FORESEEN_EXTENTS: Final = 4
 """Extents of keys that warm steps have room for, for each request: of 64 to 256 random requests that come and go, 3.5 at most."""
-_NEVER: Final = bits_of(ALL)
 SLOWER: Final = 1.25
 SLOWEST: Final = 4.0
 """How much longer steps with prompts beside blocks take than their plans say, until one was timed, and at most."""
@@ -224,7 +223,8 @@ class Scheduler:
 
         def more(count: int) -> dict[State, int]:
             table = max(self._table.rows_to_open, 1 << (count - 1).bit_length())
-            return {REQUESTS: table, **{state: rows * count for state, rows in demand.items()}}
+            # rows that lie together leave holes between others: as many as rows, in traffic
+            return {REQUESTS: table, **{state: rows * count << state.together for state, rows in demand.items()}}
 
         def fits(count: int) -> bool:
             return all(self.admits([row] * count, more(count)) for row in rows)
@@ -381,14 +381,15 @@ class Scheduler:
     def _knows(self, columns: NDArray[np.int64]) -> bool:
         """Whether it is known what these will ask for: nothing is in flight, or their steps decide a number of tokens."""
         column = columns.T
-        return not self._table.launched or bool((column[Column.THRESHOLD] == _NEVER).all())
+        counted = (column[Column.THRESHOLD] == NEVER) & (column[Column.DECIDES] != ALL_ONES)
+        return not self._table.launched or bool(counted.all())
 
     def _expected(self) -> NDArray[np.int64]:
         """The table as it will be when what is in flight has ended: requests decide what they have to, or what is usual."""
         columns = self._table.columns
         for step in self._table.launched:
             columns = columns.copy()
-            _go_on(columns, step, self._decided // max(self._deciding, 1))
+            go_on(columns, step, self._decided // max(self._deciding, 1))
         return columns
 
     def _grow(self) -> bool:
@@ -436,37 +437,6 @@ class Scheduler:
         return rung if tokens > most else min(rung, most // block)
 
 
-def _go_on(columns: NDArray[np.int64], step: Launched, usual: int) -> None:
-    """Move a table on by a step, as far as the host can say: requests decide as many tokens as they have to, or as is usual."""
-    asked, column = wanted(columns), columns.T
-    asks = asked.running & asked_of(asked, step.groups) & (~asked.marked | step.marked)
-    asks &= asked.fills | (asked.end - asked.begin <= step.room.tokens)
-    order = turns(columns).argsort(kind="stable")
-    length = asked.end - asked.begin
-    decides = order[(asks & ~asked.fills)[order]]
-    tokens = length[decides].cumsum()
-    fit = (tokens <= step.room.tokens) & (asked.rows[decides].cumsum() <= step.room.rows)
-    served, used = decides[fit], int(tokens[fit][-1]) if fit.any() else 0
-    fills = order[(asks & asked.fills)[order]]
-    before = length[fills].cumsum() - length[fills]
-    given = np.minimum(np.maximum(step.room.tokens - used - before, 0), length[fills])
-    column[Column.WRITTEN, fills] += given // column[Column.SPAN, fills] * column[Column.SPAN, fills]
-    least = quotas(columns[served])
-    by_scores = np.isin(column[Column.DECIDES, served], (OPEN_ONES, ALL_ONES))
-    exactly = (column[Column.THRESHOLD, served] == _NEVER) | ~by_scores
-    column[Column.SERVED, served] = column[Column.SERVED].max(initial=0) + 1
-    column[Column.OPEN, served] -= np.minimum(np.where(exactly, least, np.maximum(least, usual)), asked.rows[served])
-    column[Column.NUMBER, served] += ~closes(columns[served])
-    column[Column.BEFORE, served] = 0
-    done = served[column[Column.OPEN, served] <= 0]
-    column[Column.START, done] += column[Column.BLOCK, done]
-    column[Column.OPEN, done], span = column[Column.BLOCK, done], column[Column.SPAN, done]
-    column[Column.BEFORE, done] = np.where(column[Column.START, done] % span, 0, span)
-    column[Column.NUMBER, done[(column[Column.BEFORE, done] > 0) | (span == CANVAS_LONG)]] = 0
-    column[Column.WIDE, served] = (column[Column.WINDOW, served] == WHOLE) | (column[Column.NUMBER, served] == 0)
-    column[Column.STATE, done[column[Column.START, done] >= column[Column.END, done]]] = ENDED
-
-
 def _needed(kinds: Collection[_Kind]) -> tuple[int, int, int]:
     """Tokens of the largest step that cannot be cut, the smallest block, and the rows that one request decides at most."""
     blocks, rows = [kind.block for kind in kinds], [kind.rows for kind in kinds]
@@ -489,7 +459,7 @@ def _first(
 
 def _phase(kinds: Collection[_Kind], *, marked: bool) -> Phase:
     """The kind of step that serves all of these."""
-    phase = joined_phase(tuple(dict.fromkeys([kind.phase for kind in kinds])))
+    phase = shared_phase([kind.phase for kind in kinds])
     return with_parts(phase, cache=phase.cache.covering) if marked else phase
 
 

@@ -219,7 +219,8 @@ class Phase:
 
 
 def shared_phase(phases: Iterable[Phase]) -> Phase:
-    """Return the phase whose steps serve requests of all of these, which have one covering phase.
+    """Return the phase whose steps serve requests of all of these, which have one covering phase. Of a table's, some may also
+    attend to all keys, or evict none.
 
     Parts in which they agree stay as they are: what one of them costs more, only a step pays that has it.
 
@@ -232,24 +233,16 @@ def shared_phase(phases: Iterable[Phase]) -> Phase:
 
 
 @lru_cache(maxsize=1024)
-def joined_phase(phases: tuple[Phase, ...]) -> Phase:
-    """Return the phase whose steps serve requests of a table of all of these; some may attend to all keys, or evict none."""
-    caches = [phase.cache for phase in phases if phase.cache != KEPT]
-    cache = _least(caches) if caches else KEPT
-    cut = next((phase.cut for phase in phases if phase.cut is not None), None)
-    mixed = 0 < len(caches) < len(phases)
-    head, commit = (_least([getattr(phase, part) for phase in phases]) for part in ("head", "commit"))
-    return replace(phases[0], cache=cache.covering if mixed else cache, cut=cut, head=head, commit=commit)
-
-
-@lru_cache(maxsize=1024)
 def _shared(phases: tuple[Phase, ...]) -> Phase:
     first, *others = phases
     if not others:
         return first
-    kinds = ("cache", "head", *(("commit",) if first.commit is not None else ()))
-    parts = {kind: _least([getattr(phase, kind) for phase in phases]) for kind in kinds}
-    return replace(first, **parts)
+    caches = [phase.cache for phase in phases if phase.cache != KEPT]
+    cache, mixed = _least(caches or [KEPT]), 0 < len(caches) < len(phases)
+    cut = next((phase.cut for phase in phases if phase.cut is not None), None)
+    head = _least([phase.head for phase in phases])
+    commit = None if first.commit is None else _least([phase.commit for phase in phases])
+    return replace(first, cache=cache.covering if mixed else cache, cut=cut, head=head, commit=commit)
 
 
 def _least(parts: Sequence[Any]) -> Any:

@@ -1,0 +1,53 @@
+"""The table of requests as it will be when steps that are in flight have ended, as far as the host can say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from mosaic.decoding.rows import ALL
+from mosaic.kernels.shared.requests import asked_of, bits, closes, quotas, turns, wanted
+from mosaic.registrar.request_table import ALL_ONES, CANVAS_LONG, ENDED, OPEN_ONES, WHOLE, Column
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from mosaic.runtime.request_table import Launched
+
+__all__ = ["NEVER", "go_on"]
+
+NEVER: Final = bits(ALL)
+"""The column of a threshold that no score passes."""
+
+
+def go_on(columns: NDArray[np.int64], step: Launched, usual: int) -> None:
+    """Move a table on by a step, as far as the host can say: requests decide as many tokens as they have to, or as is usual."""
+    asked, column = wanted(columns), columns.T
+    asks = asked.running & asked_of(asked, step.groups) & (~asked.marked | step.marked)
+    asks &= asked.fills | (asked.end - asked.begin <= step.room.tokens)
+    order = turns(columns).argsort(kind="stable")
+    length = asked.end - asked.begin
+    decides = order[(asks & ~asked.fills)[order]]
+    tokens = length[decides].cumsum()
+    fit = (tokens <= step.room.tokens) & (asked.rows[decides].cumsum() <= step.room.rows)
+    served, used = decides[fit], int(tokens[fit][-1]) if fit.any() else 0
+    fills = order[(asks & asked.fills)[order]]
+    before = length[fills].cumsum() - length[fills]
+    given = np.minimum(np.maximum(step.room.tokens - used - before, 0), length[fills])
+    column[Column.WRITTEN, fills] += given // column[Column.SPAN, fills] * column[Column.SPAN, fills]
+    least = quotas(columns[served])
+    decided = column[Column.DECIDES, served]
+    by_scores = (decided == OPEN_ONES) | (decided == ALL_ONES)
+    exactly = (column[Column.THRESHOLD, served] == NEVER) | ~by_scores
+    column[Column.SERVED, served] = column[Column.SERVED].max(initial=0) + 1
+    column[Column.OPEN, served] -= np.minimum(np.where(exactly, least, np.maximum(least, usual)), asked.rows[served])
+    column[Column.NUMBER, served] += ~closes(columns[served])
+    column[Column.BEFORE, served] = 0
+    done = served[column[Column.OPEN, served] <= 0]
+    column[Column.START, done] += column[Column.BLOCK, done]
+    column[Column.OPEN, done], span = column[Column.BLOCK, done], column[Column.SPAN, done]
+    column[Column.BEFORE, done] = np.where(column[Column.START, done] % span, 0, span)
+    column[Column.NUMBER, done[(column[Column.BEFORE, done] > 0) | (span == CANVAS_LONG)]] = 0
+    column[Column.WIDE, served] = (column[Column.WINDOW, served] == WHOLE) | (column[Column.NUMBER, served] == 0)
+    column[Column.STATE, done[column[Column.START, done] >= column[Column.END, done]]] = ENDED
