@@ -14,7 +14,7 @@ from benchmarks.bench.meters import driver_bytes
 from benchmarks.eviction import NewSizes
 from benchmarks.served import TIMES, Meter, percentiles, shown_times
 from benchmarks.traffic import Arrival, Traffic, drawn, poisson, served
-from mosaic.decoding import Session
+from mosaic.decoding import GenerationConfig, Session, Submission
 from mosaic.errors import MosaicError
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.units import GIB, format_bytes
@@ -37,21 +37,31 @@ VARIANTS: Final[Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]] = {
 
 
 def overloaded(
-    model: CompiledModel, seconds: float, *, seed: int, tabled: bool = True, **traffic: Any
+    model: CompiledModel, seconds: float, *, seed: int, tabled: bool = True, warm: int = 0, **traffic: Any
 ) -> dict[str, Any]:
     """Serve random requests, of which some always wait, for a time; now and then one is cancelled.
+
+    Parameters
+    ----------
+    warm
+        Steps are planned and captured for so many requests before the time begins; 0: as they come.
 
     Returns
     -------
     dict
-        With the largest use of the device by the driver's counter, how often pages were mapped or given back in the whole time and
-        in its last half, how requests ended, what was raised, and rows of states that are left when the session is closed.
+        With the largest use of the device by the driver's counter, or on a CPU of mapped pages, how often pages were mapped or
+        given back in the whole time and in its last half, how requests ended, what was raised, and rows of states that are left
+        when the session is closed.
     """
-    rng, cuda = random.Random(seed), model.asynchronous
+    rng = random.Random(seed)
     draws = drawn(model.architecture, seed, **traffic)
-    most = driver_bytes(cuda) or 0
-    maps, failures, new = list[float](), list[str](), NewSizes(model)
+    most, maps, failures = _used_bytes(model), list[float](), list[str]()
     with Session(Meter(model, tabled=tabled)) as session:
+        if warm and tabled:
+            session.warm(
+                kinds_of(islice(draws, 256)), requests=warm, tokens=traffic["prompts"][1] + traffic["answers"][1]
+            )
+        new = NewSizes(model)
         run = Traffic(session, (Arrival(0.0, submission) for submission in draws), between=BETWEEN)
         pages = model.workspace.committed_bytes()
         while run.seconds < seconds and len(failures) < MOST_FAILURES:
@@ -64,7 +74,7 @@ def overloaded(
             if pages != (pages := model.workspace.committed_bytes()):
                 maps.append(run.seconds)
             if len(run.steps_ms) % LOOKED == 0:
-                most = max(most, driver_bytes(cuda) or 0)
+                most = max(most, _used_bytes(model))
         total = run.seconds
     return {
         "seconds": total, "steps": len(run.steps_ms), **percentiles(run.steps_ms), "most_live": run.most_live,
@@ -73,6 +83,24 @@ def overloaded(
         "maps": len(maps), "late_maps": sum(at > total / 2 for at in maps), "rows_left": sum(model.state_rows.values()),
         "new_sizes": new.count(),
     }  # fmt: skip
+
+
+def _used_bytes(model: CompiledModel) -> int:
+    return driver_bytes(model.asynchronous) or sum(model.memory().committed.values())
+
+
+def kinds_of(submissions: Iterable[Submission]) -> list[GenerationConfig]:
+    """Return one configuration of each policy and kind of sampling."""
+    found = {
+        (
+            str(one.config.attention),
+            str(one.config.eviction),
+            one.config.block_cache,
+            one.config.temperature > 0,
+        ): one.config
+        for one in submissions
+    }
+    return [*found.values()]
 
 
 def ablated(

@@ -79,7 +79,7 @@ def _prefill_points(model: Model, asked: argparse.Namespace) -> Iterator[dict[st
 
 def _memory_points(model: Model, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with _compiled(model, asked) as compiled:
-        yield overloaded(compiled, 60 * asked.minutes, **_traffic_of(model, asked))
+        yield overloaded(compiled, 60 * asked.minutes, warm=asked.warm, **_traffic_of(model, asked))
 
 
 def _ablation_points(model: Model, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -173,6 +173,9 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument(
         "--policies", help=f"of traffic, among {', '.join(POLICIES)}; all that the model takes if not given"
+    )
+    parser.add_argument(
+        "--warm", type=int, default=128, help="requests whose steps are planned first, of memory; 0: none"
     )
     parser.add_argument("--options", type=json.loads, default={}, help="of all requests, as JSON")
     parser.add_argument("--generators", action="store_true", help="no table: the host decodes each request")

@@ -17,6 +17,7 @@ import torch
 from compiled_runner import CompiledRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from own_algorithms import as_generator
 from reference_runner import Network, ReferenceRunner, factor_count, kept, random_tensors
 from torch import Tensor
 
@@ -25,7 +26,6 @@ from mosaic.decoding import Generation, GenerationConfig, Step, row_keys, shapes
 from mosaic.errors import DoesNotFit, UnknownName, UsageError
 from mosaic.kernels.shared import sampling
 from mosaic.models.architecture import Architecture
-from mosaic.models.parts import CANVAS, HELD_EXTENTS, REQUESTS
 
 MASK, EOS, VOCABULARY = 95, 7, 96
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -641,12 +641,7 @@ def test_no_step_is_larger_than_predicted(way: tuple[str, dict[str, Any]], lengt
     runner = ReferenceRunner(Network(arch, random_tensors(arch, 0)))
     decoding.generate(runner, [prompt_of(n) for n in lengths], stop_at_eos=False, **options)
     predicted = runner.checked
-    of_table = {CANVAS, REQUESTS, HELD_EXTENTS}  # which a table on the device has beside
-    told = [
-        replace(size, states={state: rows for state, rows in size.states.items() if state not in of_table})
-        for size in shapes(GenerationConfig(**options, stop_at_eos=False), lengths, arch)
-    ]
-    assert predicted == told
+    assert predicted == shapes(as_generator(GenerationConfig(**options, stop_at_eos=False), arch), lengths, arch)
     reached = set()
     for requests in runner.packed:
         tokens, rows = sum(len(r.token_ids) for r in requests), sum(len(r.rows) for r in requests)

@@ -299,8 +299,9 @@ def test_what_is_no_submission_and_no_request_is_refused(models: dict[str, Compi
         for several in (3, None, mosaic.Submission(prompt=PROMPT), iter([]), {mosaic.Submission(prompt="x"): 1}):
             with pytest.raises(UsageError, match="expected a list of Submission"):
                 session.submit_all(several)  # type: ignore[arg-type]
-        with pytest.raises(UsageError, match="steps: expected an integer"):
-            session.advance("3")  # type: ignore[arg-type]
+        for steps in ("3", -1, 1.0):
+            with pytest.raises(UsageError, match="steps: expected an integer, at least 0"):
+                session.advance(steps)  # type: ignore[arg-type]
         assert session.advance(10**12) == [] == session.advance(np.int64(1))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="the session is closed"):
         session.admits(mosaic.Submission(prompt=PROMPT))

@@ -185,7 +185,7 @@ class Caller:
 
     def submission(self, place: int, **more: Any) -> Submission:
         one = self.asked[place]
-        return Submission(prompt=one.prompt, config=one.config, request_id=one.number, **more)
+        return Submission(prompt=one.prompt, config=one.config, request_id=one.number, priority=place % 3 * 4, **more)
 
     def submit(self, session: Session, place: int, rng: random.Random) -> None:
         """With a streamer or a callback, which may cancel this request or another one."""
@@ -242,7 +242,8 @@ def come_and_go(caller: Caller, rng: random.Random, most: int) -> tuple[int, int
     """Submit all requests to two sessions, a few at a time, and advance these to their ends; return how many steps both took, and
     how many of them served several."""
     waiting, steps, shared = [*range(len(caller.asked))], 0, 0
-    with caller.model.session() as one, caller.model.session() as other:
+    limit = random.Random(len(caller.asked[0].prompt)).choice([64, 256, 8192])
+    with caller.model.session(max_num_batched_tokens=limit) as one, caller.model.session() as other:
         numbers: dict[tuple[int, int], int] = {}
         while waiting or one.live or other.live:
             at, session = rng.choice([(0, one), (1, other)])

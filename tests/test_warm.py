@@ -12,6 +12,7 @@ from test_request_table import CONFIGS, prompt_of
 
 import mosaic
 from mosaic.decoding import GenerationConfig, Session
+from mosaic.errors import DoesNotFit, UsageError
 from mosaic.planner.planner import Planner
 from mosaic.runtime.executor import Executor
 
@@ -69,3 +70,32 @@ def test_a_warm_session_plans_nothing_and_maps_nothing(
                 come_and_go(session, rng, part, most=8, tokens=64)
         assert made == {"plans": 0, "executors": 0}
         assert model.workspace.changes() == pages
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"requests": 0}, "requests: expected a number from 1 to 1,024, got 0"),
+    ({"requests": 10**12}, "requests: .* got 1000000000000"),
+    ({"requests": True}, "requests: .* got True"),
+    ({"tokens": 8}, "tokens: a request with gen_length 8 takes more than 8 positions"),
+    ({"tokens": 10**30}, "tokens: expected a number from 1 to 8,192, got 10000"),
+    ({"tokens": "64"}, "tokens: .* got '64'"),
+    ({"config": []}, "config: expected GenerationConfig.* got list"),
+    ({"config": 3}, "config: expected GenerationConfig.* got int"),
+    ({"config": [GREEDY, None]}, "tokens: a request with gen_length 128 takes more than 64 positions"),
+    ({"progress": 3}, "progress: expected a function of a line, got int"),
+    ({"temperature": 0.5, "algorithm": "dream"}, "algorithm"),
+])  # fmt: skip
+def test_what_warm_cannot_be_told_is_refused(given: dict[str, Any], message: str) -> None:
+    with mosaic.compile(CONFIGS["sdar"], seed=3) as model, model.session() as session:
+        with pytest.raises(UsageError, match=message):
+            session.warm(**{"config": GREEDY, "requests": 1, "tokens": 64, **given})
+        assert model.state_rows == {}
+
+
+def test_warm_says_what_one_request_that_never_fits_needs() -> None:
+    with (
+        mosaic.compile(CONFIGS["sdar"], seed=3, host_budget=0, budget="1.5MiB") as model,
+        model.session() as session,
+        pytest.raises(DoesNotFit, match=r"needs .* MiB, the budget is 1.50 MiB"),
+    ):
+        session.warm(GREEDY, requests=1, tokens=8192)

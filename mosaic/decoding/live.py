@@ -30,6 +30,8 @@ Early: TypeAlias = Literal["cancelled", "expired", "failed"]
 Finish: TypeAlias = Literal["eos", "length"] | Early
 MOST_TURNS: Final = 1 << 30
 """The highest priority."""
+MOST_S: Final = 1e9
+"""The latest deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +119,8 @@ class Submission:
                 f"priority: expected a number of steps, from {-MOST_TURNS:,} to {MOST_TURNS:,}, got {self.priority!r}."
             )
         late = self.deadline_s
-        if late is not None and (isinstance(late, bool) or not isinstance(late, int | float) or not late > 0):
-            raise UsageError(f"deadline_s: expected seconds, above 0, got {late!r}.")
+        if late is not None and (isinstance(late, bool) or not isinstance(late, int | float) or not 0 < late <= MOST_S):
+            raise UsageError(f"deadline_s: expected seconds, above 0 and at most {MOST_S:g}, got {late!r}.")
 
 
 class LiveRequest:

@@ -32,10 +32,10 @@ from mosaic.decoding.tabled import ServedSteps, TabledRequest
 from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.models.parts import REQUESTS
-from mosaic.models.step import StepSize, most_rows
+from mosaic.models.step import MAX_TOKENS, StepSize, most_rows
 from mosaic.runtime.interrupts import interrupts_held, interrupts_let_through
 from mosaic.runtime.range_pool import ClosesOnExit
-from mosaic.runtime.request_table import RequestTable
+from mosaic.runtime.request_table import MOST_ROWS, RequestTable
 
 if TYPE_CHECKING:
     from mosaic.decoding.live import Early
@@ -163,10 +163,13 @@ class Session(ClosesOnExit):
         DoesNotFit
             If one request does not fit.
         """
-        for name, value in (("requests", requests), ("tokens", tokens)):
-            if not is_integer(value) or value < 1:
-                raise UsageError(f"{name}: expected a number, at least 1, got {value!r}.")
-        configs = [config] if config is None or isinstance(config, GenerationConfig) else config
+        longest = self._runner.architecture.max_context or MAX_TOKENS
+        for name, value, most in (("requests", requests, MOST_ROWS), ("tokens", tokens, longest)):
+            if not is_integer(value) or not 1 <= value <= most:
+                raise UsageError(f"{name}: expected a number from 1 to {most:,}, got {value!r}.")
+        if not callable(progress):
+            raise UsageError(f"progress: expected a function of a line, got {type(progress).__name__}.")
+        configs: Sequence[Any] = config if config and isinstance(config, list | tuple) else [config]
         with interrupts_held(), self._runner.exclusive(), interrupts_let_through():
             if self._closed:
                 raise UsageError("the session is closed: open another one.")
@@ -383,10 +386,10 @@ class Session(ClosesOnExit):
         Raises
         ------
         UsageError
-            If a callback of this session calls it, or `steps` is no integer.
+            If a callback of this session calls it, or `steps` cannot be.
         """
-        if not is_integer(steps):
-            raise UsageError(f"steps: expected an integer, got {steps!r}.")
+        if not is_integer(steps) or steps < 0:
+            raise UsageError(f"steps: expected an integer, at least 0, got {steps!r}.")
         done = Steps()
         try:
             done, self._untold = self._untold, done

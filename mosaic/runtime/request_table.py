@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from mosaic.runtime.kept_counts import Keeping
     from mosaic.runtime.state_rows import OwnedRows
 
-__all__ = ["ROWS", "Launched", "RequestTable", "Room", "Served"]
+__all__ = ["MOST_ROWS", "ROWS", "Launched", "RequestTable", "Room", "Served"]
 
 ROWS: Final = 16
 """Rows that a table begins with; it doubles when all are taken."""
