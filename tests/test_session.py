@@ -23,6 +23,7 @@ from mosaic.models.step import most_rows
 from mosaic.planner.planner import Planner
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.workspace import Workspace
+from mosaic.units import KIB
 
 _EXPERTS: dict[str, Any] = {**CONFIGS["sdar"], "num_experts": 4, "num_experts_per_tok": 2}
 del _EXPERTS["block_size"]
@@ -148,7 +149,7 @@ class Watch:
 @pytest.mark.parametrize("name", list(WAYS))
 def test_requests_that_come_and_go_get_what_they_get_alone(name: str, count: int) -> None:
     """Submitted, advanced and cancelled at random, in memory for six of them, which is watched from outside."""
-    family = Family(name, room=6, debug="poison" if name == "sdar" else None)
+    family = Family(name, room=6, spare_bytes=16 * KIB, debug="poison" if name == "sdar" else None)  # for the table
     rng, model = random.Random(11), family.model
     kinds: dict[LiveRequest, int] = {}
     cancelled: list[LiveRequest] = []

@@ -445,7 +445,7 @@ def _needed(kinds: Collection[_Kind]) -> tuple[int, int, int]:
 
 def _usual(kind: _Kind) -> int:
     """Tokens that most steps compute for a request at most: others are few, and of whole canvases one at a time."""
-    return min(kind.tokens, 2 * kind.rows) if kind.phase.cached else kind.tokens
+    return min(kind.tokens, 2 * kind.rows)
 
 
 def _first(
