@@ -185,11 +185,11 @@ class Caller:
 
     def submission(self, place: int, **more: Any) -> Submission:
         one = self.asked[place]
-        return Submission(prompt=one.prompt, config=one.config, request_id=one.number, priority=place % 3 * 4, **more)
+        return Submission(prompt=one.prompt, config=one.config, request_id=one.number, **more)
 
     def submit(self, session: Session, place: int, rng: random.Random) -> None:
         """With a streamer or a callback, which may cancel this request or another one."""
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"priority": place % 3 * 4}
         if rng.random() < 0.3:
             more["streamer"] = self.shown[place] = rng.choice([Shown, ShownAsDraft])()
         if rng.random() < 0.3:
