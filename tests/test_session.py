@@ -149,7 +149,8 @@ class Watch:
 @pytest.mark.parametrize("name", list(WAYS))
 def test_requests_that_come_and_go_get_what_they_get_alone(name: str, count: int) -> None:
     """Submitted, advanced and cancelled at random, in memory for six of them, which is watched from outside."""
-    family = Family(name, room=6, spare_bytes=16 * KIB, debug="poison" if name == "sdar" else None)  # for the table
+    for_the_table = 16 * KIB if name == "dream" else 0  # keys of others are larger
+    family = Family(name, room=6, spare_bytes=for_the_table, debug="poison" if name == "sdar" else None)
     rng, model = random.Random(11), family.model
     kinds: dict[LiveRequest, int] = {}
     cancelled: list[LiveRequest] = []

@@ -7,6 +7,7 @@ blocks are not delayed beyond a bound.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -422,7 +423,8 @@ class Scheduler:
             return alone
         if several:
             alone_ms = table.predicted_ms(asking(min(own, blocks), block, rows))
-            limit = max(self._delay_ms / self._slower, alone_ms)
+            slower = math.ceil(4 * self._slower) / 4  # by quarters, so that few sizes of step serve
+            limit = max(self._delay_ms / slower, alone_ms)
             while blocks > own and table.predicted_ms(asking(blocks, block, rows)) > limit:
                 blocks = max(_below(blocks), own)
         return asking(blocks, block, rows)
