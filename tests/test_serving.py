@@ -149,6 +149,7 @@ def test_more_traffic_than_there_is_room_for_stays_within_the_budget(sdar: Compi
         found = overload.overloaded(model, seconds, seed=5, **traffic)
     assert found["failures"] == [] and found["rows_left"] == 0 and found["seconds"] >= seconds
     assert {*found["finishes"]} <= {"length", "cancelled"} and found["most_live"] > 1
+    assert 0 < found["most_bytes"] <= found["budget_bytes"]
     result = {"what": "memory", "points": [found]}
     assert table(serving.header_of(result), [*serving.rows_of(result)]).count("\n") == 2
 
