@@ -46,11 +46,8 @@ def test_a_meter_notes_what_each_step_serves(sdar: CompiledModel, tabled: bool) 
             session.advance()
     found = [(step.requests, step.prompts, step.tokens, step.rows, step.keys, step.pairs) for step in meter.steps]
     prompt, last = (2, 16, 16, 0, 16, 2 * 8 * 6.0), (2, 0, 8, 4, 32, 2 * 4 * 16.0)
-    if tabled:
-        first, second = (2, 0, 8, 6, 24, 2 * 4 * 12.0), (2, 0, 8, 2, 24, 2 * 4 * 12.0)
-        assert found == [prompt, first, second, (2, 0, 16, 8, 32, 2 * 8 * 16.0), last]
-    else:  # whose steps have rows for the whole block
-        assert found[0] == prompt and found[-1] == (2, 0, 8, 8, *last[4:])
+    first, second = (2, 0, 8, 6, 24, 2 * 4 * 12.0), (2, 0, 8, 2, 24, 2 * 4 * 12.0)
+    assert found == [prompt, first, second, (2, 0, 16, 8, 32, 2 * 8 * 16.0), last]
     assert all(step.size >= step.tokens for step in meter.steps)
     assert all(step.floor_s(Floor(sdar.architecture, CPU)) > 0 for step in meter.steps)
 
