@@ -170,7 +170,8 @@ def test_the_list_word_for_word() -> None:
 
 
 SILENT_OF = {  # attributes that neither a shape nor FLOPs nor bytes tell
-    "attention": "head_size, scale, block", "head_norm": "eps", "kv_attention": "layer, scale, block",
+    "advance_requests": "mask_id", "attention": "head_size, scale, block", "head_norm": "eps",
+    "kv_attention": "layer, scale, block",
     "key_mass": "layer, scale, statistic, block, rows",
     "selected_attention": "layer, slot, page, kv_heads, scale, block, rows",
     "prefix_attention": "layer, scale, block", "joined_attention": "layer, slot, scale, block", "query_change": "rows",
