@@ -16,6 +16,7 @@ from torch import Tensor
 import mosaic
 from mosaic import Implementation, Operator, Program
 from mosaic.errors import BucketOverflow, CheckpointError, DoesNotFit, GraphError, UnknownName, UsageError
+from mosaic.runtime import engine
 from mosaic.runtime.compiled_program import CompiledProgram
 from mosaic.runtime.page_pool import PAGE_BYTES
 
@@ -245,14 +246,15 @@ def test_what_is_trimmed_is_what_the_last_step_does_not_need() -> None:
             compiled.run("suffix", dims={"tokens": 60, "rows": 4})
 
 
-def test_executors_are_kept_for_the_latest_sizes_and_outputs_for_their_owner() -> None:
+def test_executors_are_kept_for_the_latest_sizes_and_outputs_for_their_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "KEPT_EXECUTORS", 8)
     program = Program("other")
     program.add_phase("other", other)
     with mosaic.compile(program) as compiled:
         up = compiled.weights()["up"]
-        for rows in (*range(1, 132), 3, 131):
+        for rows in (*range(1, 12), 3, 11):
             torch.testing.assert_close(compiled(z=torch.ones(rows, WIDTH))["u"], torch.ones(rows, WIDTH) @ up.T)
-        assert len(compiled.executors) == 128
+        assert len(compiled.executors) == 8
         done = threading.Event()
         thread = threading.Thread(target=done.wait)
         thread.start()
