@@ -180,11 +180,11 @@ class Session(ClosesOnExit):
             if not count:
                 more = demand_of(rows[0], table.holes)
                 self._runner.check(scheduler.sizes(rows, more), more=more)  # says what is missing
-            ladder = [step for step in scheduler.ladder(rows, count) if table.fits(step[0])]
-        for number, (room, group, marked) in enumerate(ladder, start=1):
+            ladder = {room: how for room, *how in scheduler.ladder(rows, count) if table.fits(room)}
+        for number, (room, (groups, marked)) in enumerate(ladder.items(), start=1):
             progress(f"step {number} of {len(ladder)}: {room.tokens:,} tokens, {room.rows:,} rows to decide")
             with interrupts_held(), self._runner.exclusive(), interrupts_let_through():
-                table.rehearse(room, group, marked=marked)
+                table.rehearse(room, groups, marked=bool(marked))
         with interrupts_held(), self._runner.exclusive():
             table.rest()
         return count
