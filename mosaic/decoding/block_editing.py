@@ -74,9 +74,7 @@ def _edit_block(canvas: Canvas, blocks: Blocks, start: int, *, unwritten: int) -
         as_before = state == saved
         decided_as_mask = (tokens == canvas.architecture.mask_token_id) & ~masked
         quota = _AT_LEAST + (int(decided_as_mask.sum()) if as_before else 0)
-        if (
-            not left or since & (since - 1) == 0
-        ):  # tokens that go round in a circle come back to those of one of these steps
+        if not left or since & (since - 1) == 0:  # what goes round in a circle comes back to one of these states
             saved = state
         if not left and since and as_before:
             return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from mosaic.decoding.rows import ALL
-from mosaic.kernels.shared.requests import asked_of, bits, closes, quotas, turns, wanted
+from mosaic.kernels.shared.requests import bits, closes, quotas, turns, wanted
 from mosaic.registrar.request_table import ALL_ONES, CANVAS_LONG, ENDED, OPEN_ONES, WHOLE, Column
 
 if TYPE_CHECKING:
@@ -15,19 +15,24 @@ if TYPE_CHECKING:
 
     from mosaic.runtime.request_table import Launched
 
-__all__ = ["NEVER", "go_on"]
+__all__ = ["counted", "go_on"]
 
-NEVER: Final = bits(ALL)
+_NEVER: Final = bits(ALL)
 """The column of a threshold that no score passes."""
+
+
+def counted(columns: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return whether steps of each request commit just their quota: there is no threshold, or they look at no other rows."""
+    decides, threshold = columns[:, Column.DECIDES], columns[:, Column.THRESHOLD]
+    found: NDArray[np.bool_] = (threshold == _NEVER) | ((decides != OPEN_ONES) & (decides != ALL_ONES))
+    return found
 
 
 def go_on(columns: NDArray[np.int64], step: Launched, usual: int) -> None:
     """Move a table on by a step, as far as the host can say: requests decide as many tokens as they have to, or as is usual."""
     asked, column = wanted(columns), columns.T
-    asks = asked.running & asked_of(asked, step.groups) & (~asked.marked | step.marked)
-    asks &= asked.fills | (asked.end - asked.begin <= step.room.tokens)
+    asks, length = asked.of_step(step.groups, marked=step.marked, tokens=step.room.tokens), asked.length
     order = turns(columns).argsort(kind="stable")
-    length = asked.end - asked.begin
     decides = order[(asks & ~asked.fills)[order]]
     tokens = length[decides].cumsum()
     fit = (tokens <= step.room.tokens) & (asked.rows[decides].cumsum() <= step.room.rows)
@@ -36,10 +41,7 @@ def go_on(columns: NDArray[np.int64], step: Launched, usual: int) -> None:
     before = length[fills].cumsum() - length[fills]
     given = np.minimum(np.maximum(step.room.tokens - used - before, 0), length[fills])
     column[Column.WRITTEN, fills] += given // column[Column.SPAN, fills] * column[Column.SPAN, fills]
-    least = quotas(columns[served])
-    decided = column[Column.DECIDES, served]
-    by_scores = (decided == OPEN_ONES) | (decided == ALL_ONES)
-    exactly = (column[Column.THRESHOLD, served] == NEVER) | ~by_scores
+    least, exactly = quotas(columns[served]), counted(columns[served])
     column[Column.SERVED, served] = column[Column.SERVED].max(initial=0) + 1
     column[Column.OPEN, served] -= np.minimum(np.where(exactly, least, np.maximum(least, usual)), asked.rows[served])
     column[Column.NUMBER, served] += ~closes(columns[served])

@@ -50,12 +50,12 @@ class Groups:
     """The groups of a session, by number."""
 
     def __init__(self) -> None:
-        self._numbers = {Group(KEPT, None, RULE.covering): 0}
+        self._groups = [Group(KEPT, None, RULE.covering)]
         self._turns = dict[int, int]()  # the launch in which each had its last one
         self._launches = 0
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._groups)
 
     def number(self, row: TableRow) -> int:
         """Return the number of a request's group.
@@ -66,19 +66,19 @@ class Groups:
             If there are too many.
         """
         group = Group(row.cache.covering, row.cut, row.commit.covering)
-        if group not in self._numbers and len(self) == MOST:
-            raise UsageError(f"a session serves {MOST} combinations of policies: open another one for more.")
-        return self._numbers.setdefault(group, len(self))
+        if group not in self._groups:
+            if len(self) == MOST:
+                raise UsageError(f"a session serves {MOST} combinations of policies: open another one for more.")
+            self._groups.append(group)
+        return self._groups.index(group)
 
     def mixes(self, numbers: Iterable[int]) -> bool:
         """Return whether some of these groups select keys and others attend to all."""
-        known = [*self._numbers]
-        return len({known[number].cache for number in numbers}) > 1
+        return len({self._groups[number].cache for number in numbers}) > 1
 
     def evicting(self, numbers: Iterable[int]) -> int:
         """Return the bits of those of these groups that evict."""
-        known = [*self._numbers]
-        return bits([number for number in numbers if known[number].cut is not None])
+        return bits([number for number in numbers if self._groups[number].cut is not None])
 
     def choices(self, asked: Wanted) -> list[tuple[int, ...]]:
         """Return the groups of the next step: all that share it with the one that has waited longest, then that one alone."""
@@ -95,10 +95,9 @@ class Groups:
 
     def together(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """Return the first of some groups and those of the others that a step can serve beside it, each with those before."""
-        known = [*self._numbers]
-        found, joined = [numbers[0]], known[numbers[0]]
+        found, joined = [numbers[0]], self._groups[numbers[0]]
         for number in numbers[1:]:
-            if (both := joined.join(known[number])) is not None:
+            if (both := joined.join(self._groups[number])) is not None:
                 found.append(number)
                 joined = both
         return tuple(found)
@@ -108,10 +107,11 @@ class Groups:
         yield from ((number,) for number in numbers)
         yield from (pair for pair in combinations(numbers, 2) if len(self.together(pair)) == 2)
 
-    def served(self, numbers: Sequence[int]) -> None:
-        """Note that a step was launched for some groups."""
+    def served(self, numbers: tuple[int, ...]) -> None:
+        """Note that a step was launched for some groups; one of group 0 alone is the prompts' turn, too."""
         self._launches += 1
-        self._turns.update(dict.fromkeys((*numbers, *((_PROMPTS,) if tuple(numbers) == (0,) else ())), self._launches))
+        whose = (0, _PROMPTS) if numbers == (0,) else numbers
+        self._turns.update(dict.fromkeys(whose, self._launches))
 
 
 def bits(numbers: Iterable[int]) -> int:

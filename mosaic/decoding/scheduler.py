@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from mosaic.decoding.expected import NEVER, go_on
+from mosaic.decoding.expected import counted, go_on
 from mosaic.decoding.groups import Groups, bits
 from mosaic.decoding.prompts import is_integer
 from mosaic.decoding.rows import RULE, demand_of
@@ -353,7 +353,7 @@ class Scheduler:
         if room.phase.cut is not None:
             evicts = asked_of(asked, self._groups.evicting(groups))[decides]
             begins = columns[decides, Column.NUMBER] == 0
-            lengths, positions = asked.end[decides] - asked.begin[decides], asked.rows[decides] * evicts
+            lengths, positions = asked.length[decides], asked.rows[decides] * evicts
             keeping = self._kept[room.phase.cut].expect(lengths, positions, begins | ~evicts)
         self._table.launch(room, bits(groups), marked=marked, keeping=keeping)
         self._groups.served(groups)
@@ -364,7 +364,7 @@ class Scheduler:
     ) -> tuple[Room, bool, NDArray[np.bool_]]:
         """The room of a step for some groups, whether it is marked, and who of them wants to decide."""
         asks = asked.running & asked_of(asked, bits(groups))
-        length = asked.end - asked.begin
+        length = asked.length
         decides, fills = asks & ~asked.fills, asks & asked.fills
         deciding, prompts = int(length[decides].sum()), int(length[fills].sum())
         kinds = self._beside(groups, [kind for kind in self._kinds if kind.group in groups])
@@ -381,9 +381,7 @@ class Scheduler:
 
     def _knows(self, columns: NDArray[np.int64]) -> bool:
         """Whether it is known what these will ask for: nothing is in flight, or their steps decide a number of tokens."""
-        column = columns.T
-        counted = (column[Column.THRESHOLD] == NEVER) & (column[Column.DECIDES] != ALL_ONES)
-        return not self._table.launched or bool(counted.all())
+        return not self._table.launched or bool((counted(columns) & (columns[:, Column.DECIDES] != ALL_ONES)).all())
 
     def _expected(self) -> NDArray[np.int64]:
         """The table as it will be when what is in flight has ended: requests decide what they have to, or what is usual."""

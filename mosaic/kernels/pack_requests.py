@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.requests import asked_of, turns, wanted
+from mosaic.kernels.shared.requests import turns, wanted
 from mosaic.registrar.operators.pack_requests import KEPT_SHARE, PATIENCE
 from mosaic.registrar.request_table import Column
 
@@ -64,8 +64,7 @@ def _served(
 ) -> Iterator[_Window]:
     """The windows of a step: first of those who decide, then of prompts."""
     asked, order = wanted(mine), np.argsort(turns(mine), kind="stable")
-    asks = asked.running & asked_of(asked, groups) & (~asked.marked | (marked != 0))
-    asks &= asked.fills | (asked.end - asked.begin <= tokens)
+    asks, length = asked.of_step(groups, marked=marked != 0, tokens=tokens), asked.length
     fills = asks & asked.fills
     kept = 0
     if fills.any():
@@ -74,7 +73,7 @@ def _served(
             kept = max(tokens // KEPT_SHARE, int(mine[oldest, Column.SPAN]))
     room = np.array([1, tokens - kept, rows, extents]) * [sequences, 1, 1, 1]
     for i in order[(asks & ~asked.fills)[order]]:
-        needs = [1, asked.end[i] - asked.begin[i], asked.rows[i], mine[i, Column.EXTENTS]]
+        needs = [1, length[i], asked.rows[i], mine[i, Column.EXTENTS]]
         if (room < needs).any():
             break
         room -= needs
@@ -82,7 +81,7 @@ def _served(
     room[1] += kept
     for i in order[fills[order]]:
         span = mine[i, Column.SPAN]
-        left = asked.end[i] - asked.begin[i]
+        left = length[i]
         count = min(left, room[1]) // span * span
         needs = [1, count, 0, mine[i, Column.EXTENTS]]
         if not count or (room < needs).any():

@@ -49,6 +49,16 @@ class Wanted(NamedTuple):
     group: Ints
     marked: NDArray[np.bool_]
 
+    @property
+    def length(self) -> Ints:
+        """Tokens of the windows, [S]."""
+        return self.end - self.begin
+
+    def of_step(self, groups: int, *, marked: bool, tokens: int) -> NDArray[np.bool_]:
+        """Return who asks for a step of these groups, marked or not, with room for so many tokens, [S]."""
+        asks: NDArray[np.bool_] = self.running & asked_of(self, groups) & (self.fills | (self.length <= tokens))
+        return asks if marked else asks & ~self.marked
+
 
 def mixed(words: Words) -> Words:
     """Return the finaliser of splitmix64 (Steele, Lea, Flood 2014) of each word, of which random keys are made."""
