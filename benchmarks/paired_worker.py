@@ -23,8 +23,10 @@ GENERATED = {
 }
 BLOCKS = {"sdar-8b": (256, 32_768, 131_072)}
 """Keys before the block, by model."""
-EVICTED, WARM, TIMED = (64, 256), 96, 48
-"""Requests that sessions evict tokens of, their steps that are not timed, and those that are."""
+EVICTED = (64, 256)
+"""Requests that sessions evict tokens of."""
+SETTLED, STEPS_TIMED = 64, 96
+"""Steps of each request of a session that are not timed, and those that are after them: two blocks and three."""
 Figures = dict[str, list[float]]
 
 
@@ -97,28 +99,39 @@ def generation_of(model: Any, name: str, brackets: Brackets) -> Figures:
 
 
 def blocks_of(model: Any, name: str) -> Figures:
-    """Wall time of steps behind long prefixes, exact and sparse, and of steps of many requests with eviction."""
-    from benchmarks.sparse import measured
-
+    """Wall time of steps behind long prefixes, exact and sparse, and of eviction with many requests."""
     found: Figures = {}
     for prefix in BLOCKS[name]:
         for attention in ("exact", "mage"):
-            times = measured(model, attention, prefix=prefix, requests=1, steps=32, staggered=False)
+            chosen = {} if attention == "exact" else {"attention": attention}
+            times = steps_of_session(model, 1, prefix, SETTLED, STEPS_TIMED, remasking="low_confidence_static", **chosen)
             found[f"{name}, {attention} step behind {prefix:,} keys"] = times
     for requests in EVICTED:
-        generator = torch.Generator().manual_seed(requests)
-        with model.session() as session:
-            for _ in range(requests):
-                prompt = torch.randint(100, 600, (128,), generator=generator)
-                session.submit(prompt, gen_length=256, eviction="focus", stop_at_eos=False)
-            session.advance(WARM)
-            seconds = []
-            for _ in range(TIMED):
-                began = time.perf_counter()
-                session.advance()
-                seconds.append(1e3 * (time.perf_counter() - began))
-        found[f"{name}, evicting step of {requests} requests"] = seconds
+        times = steps_of_session(model, requests, 128, SETTLED, STEPS_TIMED, eviction="focus")
+        found[f"{name}, evicting step of {requests} requests"] = times
     return found
+
+
+def steps_of_session(model: Any, requests: int, prompt: int, settled: int, timed: int, **options: Any) -> list[float]:
+    """Wall time in which each of some requests gets a step, after `settled` such times with steps that decide.
+
+    A step may serve a part of the requests alone; so time counts by the requests that were served.
+    """
+    generator = torch.Generator().manual_seed(requests)
+    with model.session() as session:
+        for _ in range(requests):
+            ids = torch.randint(100, 600, (prompt,), generator=generator)
+            session.submit(ids, gen_length=256, stop_at_eos=False, **options)
+        served = 0
+        while served < settled * requests:
+            served += sum(step.positions.numel() > 0 for step in session.advance())
+        times = []
+        while served < (settled + timed) * requests:
+            began = time.perf_counter()
+            count = len(session.advance())
+            times.append(1e3 * (time.perf_counter() - began) * requests / count)
+            served += count
+    return times
 
 
 def main(device: str, models: list[str]) -> None:
