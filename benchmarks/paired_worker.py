@@ -104,7 +104,9 @@ def blocks_of(model: Any, name: str) -> Figures:
     for prefix in BLOCKS[name]:
         for attention in ("exact", "mage"):
             chosen = {} if attention == "exact" else {"attention": attention}
-            times = steps_of_session(model, 1, prefix, SETTLED, STEPS_TIMED, remasking="low_confidence_static", **chosen)
+            times = steps_of_session(
+                model, 1, prefix, SETTLED, STEPS_TIMED, remasking="low_confidence_static", **chosen
+            )
             found[f"{name}, {attention} step behind {prefix:,} keys"] = times
     for requests in EVICTED:
         times = steps_of_session(model, requests, 128, SETTLED, STEPS_TIMED, eviction="focus")
