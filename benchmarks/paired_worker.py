@@ -25,8 +25,8 @@ BLOCKS = {"sdar-8b": (256, 32_768, 131_072)}
 """Keys before the block, by model."""
 EVICTED = (64, 256)
 """Requests that sessions evict tokens of."""
-SETTLED, STEPS_TIMED = 64, 96
-"""Steps of each request of a session that are not timed, and those that are after them: two blocks and three."""
+SETTLED, STEPS_TIMED = 32, 64
+"""Steps of each request of a session that are not timed, and those that are after them: one block and two."""
 Figures = dict[str, list[float]]
 
 
