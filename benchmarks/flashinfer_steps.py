@@ -182,6 +182,9 @@ class FlashInferSteps:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
+    def request_table(self) -> None:
+        """Return no table: FlashInfer plans each step on the host, which knows the requests of generators alone."""
+
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         """Run one step."""
         self._plan(requests)

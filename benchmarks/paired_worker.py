@@ -26,7 +26,7 @@ BLOCKS = {"sdar-8b": (256, 32_768, 131_072)}
 EVICTED = (64, 256)
 """Requests that sessions evict tokens of."""
 SETTLED, STEPS_TIMED = 32, 64
-"""Steps of each request of a session that are not timed, and those that are after them: one block and two."""
+"""Steps of each request that evicts which are not timed, and those that are after them: a block, and two."""
 Figures = dict[str, list[float]]
 
 
@@ -99,36 +99,34 @@ def generation_of(model: Any, name: str, brackets: Brackets) -> Figures:
 
 
 def blocks_of(model: Any, name: str) -> Figures:
-    """Wall time of steps behind long prefixes, exact and sparse, and of eviction with many requests."""
+    """Wall time of steps behind long prefixes, exact and sparse, and of steps of many requests with eviction."""
+    from benchmarks.sparse import measured
+
     found: Figures = {}
     for prefix in BLOCKS[name]:
         for attention in ("exact", "mage"):
-            chosen = {} if attention == "exact" else {"attention": attention}
-            times = steps_of_session(
-                model, 1, prefix, SETTLED, STEPS_TIMED, remasking="low_confidence_static", **chosen
-            )
+            times = measured(model, attention, prefix=prefix, requests=1, steps=32, staggered=False)
             found[f"{name}, {attention} step behind {prefix:,} keys"] = times
     for requests in EVICTED:
-        times = steps_of_session(model, requests, 128, SETTLED, STEPS_TIMED, eviction="focus")
-        found[f"{name}, evicting step of {requests} requests"] = times
+        found[f"{name}, evicting step of {requests} requests"] = evicting(model, requests)
     return found
 
 
-def steps_of_session(model: Any, requests: int, prompt: int, settled: int, timed: int, **options: Any) -> list[float]:
-    """Wall time in which each of some requests gets a step, after `settled` such times with steps that decide.
+def evicting(model: Any, requests: int) -> list[float]:
+    """Wall time in which each of some requests gets a step.
 
-    A step may serve a part of the requests alone; so time counts by the requests that were served.
+    Time counts by the requests that were served: a step of an older checkout serves half of them, and the host takes up the outcome
+    of the other half meanwhile.
     """
     generator = torch.Generator().manual_seed(requests)
     with model.session() as session:
         for _ in range(requests):
-            ids = torch.randint(100, 600, (prompt,), generator=generator)
-            session.submit(ids, gen_length=256, stop_at_eos=False, **options)
-        served = 0
-        while served < settled * requests:
-            served += sum(step.positions.numel() > 0 for step in session.advance())
-        times = []
-        while served < (settled + timed) * requests:
+            prompt = torch.randint(100, 600, (128,), generator=generator)
+            session.submit(prompt, gen_length=256, eviction="focus", stop_at_eos=False)
+        served, times = 0, []
+        while served < SETTLED * requests:
+            served += len(session.advance())
+        while served < (SETTLED + STEPS_TIMED) * requests:
             began = time.perf_counter()
             count = len(session.advance())
             times.append(1e3 * (time.perf_counter() - began) * requests / count)

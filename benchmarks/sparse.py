@@ -2,7 +2,7 @@
 
     python -m benchmarks.sparse sdar-8b --device h200 --prefix 32k,128k --batch 1,4 --steps 32,8 --k 1024
 
-writes `sparse-<model>-<device>.json`. Requests are generators of a session, by a fixed schedule. The prefill is left out: weights
+writes `sparse-<model>-<device>.json`. Requests decode by a fixed schedule. The prefill is left out: weights
 are random, and so are the keys in the state. Requests of a batch begin together (lockstep), or are spread over a block (staggered).
 A block's time is that of its steps, in the middle of a generation. `plain` is the exact step in plain PyTorch
 (`benchmarks.plain_blocks`), of one request; `flashinfer` is Mosaic's own exact step with FlashInfer's attention in it
@@ -22,7 +22,9 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 import mosaic
 from benchmarks.block import fill, with_block
@@ -38,7 +40,9 @@ from mosaic.models import Model
 from mosaic.models.policies.flashblock import REUSES, PrefixReuse
 from mosaic.models.policies.mage_options import PRESETS, SparseAttention
 from mosaic.models.policies.registry import attention_policy
+from mosaic.registrar.request_table import Column
 from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.request_table import RequestTable
 from mosaic.runtime.steps import StepRequest, StepResult, StepRunner
 
 __all__ = ["HEADER", "NoPrefill", "floor_s", "main", "measured", "rows_of", "timings"]
@@ -64,10 +68,7 @@ CASE: Final = ("prefix", "requests", "steps", "staggered")
 
 
 class NoPrefill:
-    """A runner that writes the keys of the first block alone where a whole prompt is asked for.
-
-    Its sessions have no table, so each step of a request is asked for.
-    """
+    """A runner that takes the keys of prompts as written, and of generators writes those of the first block alone."""
 
     def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
@@ -75,8 +76,18 @@ class NoPrefill:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def request_table(self) -> None:
-        """Return no table."""
+    def request_table(self) -> RequestTable | None:
+        """Return a table for the requests of a session."""
+        table: RequestTable | None = self._runner.request_table()
+        if table is not None:
+            enter = table.enter
+
+            def entered(row: NDArray[np.int64], *rest: Any) -> int | None:
+                row[Column.WRITTEN] = row[Column.PREFIX]
+                return enter(row, *rest)
+
+            table.enter = entered  # type: ignore[method-assign,assignment]
+        return table
 
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         """Run one step."""

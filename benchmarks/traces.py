@@ -374,13 +374,16 @@ class Sizes(NamedTuple):
 
 
 class Counted(NoPrefill):
-    """A runner without prefills that notes the sizes of its steps."""
+    """A runner without prefills that notes the sizes of its steps: those of generators, so its sessions have no table."""
 
     def __init__(self, runner: StepRunner) -> None:
         super().__init__(runner)
         self.sizes: list[Sizes] = []
         self.last: deque[Sequence[StepRequest]] = deque(maxlen=_LAST)
         """The sizes of the last steps."""
+
+    def request_table(self) -> None:
+        """Return no table."""
 
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         """Run one step."""

@@ -415,6 +415,8 @@ class Scheduler:
         fewest, blocks, own = (self._rung(tokens, block) for tokens in (first, most, least))
         alone = Room.of(asking(fewest, block, own_rows).phase, 1, fewest, block, own_rows)
         table.cover(alone, asking(own, block, rows))
+        if alone.tokens > self._most_tokens:  # what its rung has left is nobody's: the limit is for all but one
+            return alone
         while blocks > fewest and not table.fits(asking(blocks, block, rows)):
             blocks = max(_below(blocks), fewest)
         if blocks <= fewest and not table.fits(asking(blocks, block, rows)):

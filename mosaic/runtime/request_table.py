@@ -48,7 +48,7 @@ MOST_ROWS: Final = 1024
 """Requests that one table serves; others wait for a row."""
 KEPT_STEPS: Final = 512
 """Steps that are kept for launching them again: the ladder of a session."""
-DECIDED: Final = (1, 2, 4, 6, 8)
+DECIDED: Final = (1, 2, 4, 8)
 """Eighths of a step's tokens that it has rows to decide for: unembedding takes a tenth of a step, and each number of rows is a plan
 more for every number of tokens."""
 NO_ROWS: Final[Mapping[State, int]] = MappingProxyType({})
@@ -102,15 +102,14 @@ class Room(NamedTuple):
     @classmethod
     @lru_cache(maxsize=4096)
     def of(cls, phase: Phase, requests: int, blocks: int, block: int, rows: int) -> Room:
-        """Return room for at least so many requests and rows, in one of few numbers of windows and rows."""
-        windows = min([count for count in _windows(blocks) if count >= requests], default=blocks)
-        return cls(phase, windows, blocks, block, decided(rows, blocks * block))
+        """Return room for one request or as many as there are blocks, and at least so many rows, in one of few numbers."""
+        return cls(phase, 1 if requests == 1 else blocks, blocks, block, decided(rows, blocks * block))
 
     @classmethod
     def ladder(cls, phase: Phase, requests: int, blocks: int, block: int, own_rows: int) -> list[Room]:
         """Return all rooms of so many blocks for up to so many requests, each of which decides up to `own_rows` rows."""
         found = dict[Room, None]()
-        for count in {min(windows, requests) for windows in _windows(blocks)}:
+        for count in {1, min(blocks, requests)}:
             least, most = (decided(rows, blocks * block) for rows in (own_rows, own_rows * count))
             for rows in decisions(blocks * block):
                 if least <= rows <= most:
@@ -123,19 +122,11 @@ class Room(NamedTuple):
         return self.blocks * self.block
 
 
-def _windows(blocks: int) -> list[int]:
-    """The numbers of windows of steps of so many blocks: a quarter of the next larger one."""
-    found = [blocks]
-    while found[-1] > 1:
-        found.append(-(-found[-1] // 4))
-    return found
-
-
 def decided(rows: int, tokens: int) -> int:
     """Return the rows to decide that a step of some tokens has room for, of at least `rows`: one of few numbers.
 
     >>> decided(4, 64), decided(300, 1024), decided(700, 1024), decided(0, 8192)
-    (64, 512, 768, 1024)
+    (64, 512, 1024, 1024)
     """
     return next(found for found in decisions(tokens) if found >= min(rows, tokens))
 
