@@ -1,7 +1,8 @@
 """Random traffic: requests of all lengths, temperatures and policies, and sessions that are driven by them as they arrive.
 
-`mixed` serves the same requests several times: queued at once, three times; as a Poisson process at 1.25 of the rate that the queue was served
-at, so that the engine is saturated; and at half of it. The first pass of a kind meets sizes of steps that are planned and captured.
+`mixed` serves the same requests several times: queued at once, three times; as a Poisson process at 1.25 of the rate that the queue
+was served at, so that the engine is saturated; and at half of it. A size of step is planned when it first comes, and captured when
+it comes again.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ __all__ = [
 ]
 
 RUNS: Final[Mapping[str, float]] = {
-    "queued, first": math.inf, "queued, second": math.inf, "queued": math.inf, "saturated, first": 1.25, "saturated": 1.25, "half": 0.5,
+    "queued, first": math.inf, "queued, second": math.inf, "queued": math.inf, "saturated, first": 1.25, "saturated": 1.25,
+    "half": 0.5,
 }  # fmt: skip
-"""Passes over the same requests, and how often they come, as a multiple of the queue's requests per second. A size of step is planned
-when it first comes, and captured when it comes again."""
+"""Passes over the same requests, and how often they come, as a multiple of the queue's requests per second."""
 
 TEMPERATURES: Final = (0.0, 0.0, 0.7, 0.8, 1.0)
 POLICIES: Final[Mapping[str, Mapping[str, Any]]] = {

@@ -76,10 +76,6 @@ class Groups:
         """Return whether some of these groups select keys and others attend to all."""
         return len({self._groups[number].cache for number in numbers}) > 1
 
-    def evicting(self, numbers: Iterable[int]) -> int:
-        """Return the bits of those of these groups that evict."""
-        return bits([number for number in numbers if self._groups[number].cut is not None])
-
     def choices(self, asked: Wanted) -> list[tuple[int, ...]]:
         """Return the groups of the next step: all that share it with the one that has waited longest, then that one alone."""
         asking = {*asked.group[asked.running & ~asked.fills].tolist()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,14 +25,13 @@ from mosaic.decoding.rows import RULE, demand_of
 from mosaic.decoding.tabled import ServedSteps
 from mosaic.errors import UsageError
 from mosaic.kernels.shared.requests import asked_of, turns, wanted
-from mosaic.models.parts import KEPT, REQUESTS, Cut
+from mosaic.models.parts import KEPT, REQUESTS
 from mosaic.models.phase import Phase, shared_phase
 from mosaic.models.policies.policy import with_parts
 from mosaic.models.step import StepSize, bucket
 from mosaic.registrar.operators.pack_requests import PATIENCE
 from mosaic.registrar.request_table import ALL_ONES, Column, Reported
 from mosaic.runtime.interrupts import interrupts_held
-from mosaic.runtime.kept_counts import KeptOfRequests
 from mosaic.runtime.request_table import Room
 
 if TYPE_CHECKING:
@@ -99,7 +98,6 @@ class Scheduler:
         self._kinds = Counter[_Kind]()
         self._warm: dict[_Kind, None] = {}
         self._groups = Groups()
-        self._kept = defaultdict[Cut, KeptOfRequests](KeptOfRequests)
         self._deciding = self._decided = 0
         self._slower, self._arrived = (SLOWER if runner.asynchronous else 1.0), 0.0
         self._served: ServedSteps | None = None
@@ -344,25 +342,17 @@ class Scheduler:
         columns = self._expected()
         asked = wanted(columns)
         for groups in (choices := self._groups.choices(asked)):
-            room, marked, decides = self._room_of(columns, asked, groups)
+            room, marked = self._room_of(columns, asked, groups)
             if groups == choices[-1] or self._table.fits(room):
                 break
         else:
             return False
-        keeping = None
-        if room.phase.cut is not None:
-            evicts = asked_of(asked, self._groups.evicting(groups))[decides]
-            begins = columns[decides, Column.NUMBER] == 0
-            lengths, positions = asked.length[decides], asked.rows[decides] * evicts
-            keeping = self._kept[room.phase.cut].expect(lengths, positions, begins | ~evicts)
-        self._table.launch(room, bits(groups), marked=marked, keeping=keeping)
+        self._table.launch(room, bits(groups), marked=marked)
         self._groups.served(groups)
         return True
 
-    def _room_of(
-        self, columns: NDArray[np.int64], asked: Wanted, groups: tuple[int, ...]
-    ) -> tuple[Room, bool, NDArray[np.bool_]]:
-        """The room of a step for some groups, whether it is marked, and who of them wants to decide."""
+    def _room_of(self, columns: NDArray[np.int64], asked: Wanted, groups: tuple[int, ...]) -> tuple[Room, bool]:
+        """The room of a step for some groups, and whether it is marked."""
         asks = asked.running & asked_of(asked, bits(groups))
         length = asked.length
         decides, fills = asks & ~asked.fills, asks & asked.fills
@@ -377,7 +367,7 @@ class Scheduler:
         marked = self._groups.mixes(groups) or bool(asked.marked[decides].any())
         asking = partial(Room.of, _phase(kinds, marked=marked), int(asks.sum()))
         room = self._room(asking, first, least, most, rows, kinds, several=deciding > 0 and prompts > 0)
-        return room, marked, decides
+        return room, marked
 
     def _knows(self, columns: NDArray[np.int64]) -> bool:
         """Whether it is known what these will ask for: nothing is in flight, or their steps decide a number of tokens."""

@@ -171,12 +171,6 @@ class StepSize:
         return self.phase.bucketed
 
     @property
-    def least_kept(self) -> int:
-        """Rows that the second graph of a cut step over requests of a table has room for: those of a whole window, which has two
-        blocks at most, so the first request never waits."""
-        return min(2 * max(self.windows), self.tokens)
-
-    @property
     def kind(self) -> Phase:
         """The phase that is registered: with logits if rows of them are returned, and with the states that other owners
         have rows of."""

@@ -219,9 +219,8 @@ class Engine:
 
     # --- running --------------------------------------------------------------------------------------------------
 
-    def run(self, step: PackedStep, config: Settings | None = None, *, keeps: int | None = None) -> Ran:
-        """Run a step. One of two graphs waits for the count of rows that the first one keeps; over requests of a table it does not:
-        the second has room for `keeps` rows, or for all, and requests whose rows it has none for wait for a later step.
+    def run(self, step: PackedStep, config: Settings | None = None) -> Ran:
+        """Run a step. One of two graphs waits for the count of rows that the first one keeps.
 
         Raises
         ------
@@ -233,7 +232,7 @@ class Engine:
             If the step reads a carry that was not written before, or an input is missing.
         """
         self._graphs.begin()
-        return self._run(step, config) if step.size.bucketed is None else self._run_two(step, config, keeps)
+        return self._run(step, config) if step.size.bucketed is None else self._run_two(step, config)
 
     def rehearse(self, step: PackedStep) -> None:
         """Run a step that serves nobody, the second graph of a cut one at every size, until all graphs are bound and captured."""
@@ -316,16 +315,13 @@ class Engine:
 
     # --- steps of two graphs --------------------------------------------------------------------------------------
 
-    def _run_two(self, step: PackedStep, config: Settings | None, keeps: int | None) -> Ran:
-        """Run the first graph, and the second at the size that the first computed or that is expected."""
+    def _run_two(self, step: PackedStep, config: Settings | None) -> Ran:
+        """Run the first graph, and the second at the size that the first computed."""
         size, buckets, how = step.size, step.buckets, step.size.bucketed
         assert how is not None
         self._planned.find((self.plans.planner, step.key, repr(config)), partial(self._require_all, size, config))
         first = self._run(step.graph(), config)
-        if isinstance(size, StepSize) and size.phase.tokens.alone:
-            least = buckets[-1] if keeps is None else max(keeps, size.least_kept)
-            kept = next((kept for kept in buckets if kept >= least), buckets[-1])
-        elif isinstance(size, StepSize) and buckets[0] >= size.tokens:
+        if isinstance(size, StepSize) and buckets[0] >= size.tokens:
             kept = buckets[0]  # the only bucket holds all rows
         else:
             kept = how.bucket(int(self._counted.start([first.outputs[how.count]]).wait()[0]), buckets)

@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 
 from mosaic.models.parts import CANVAS, HELD_EXTENTS, KV, REQUESTS, TABLED
-from mosaic.models.parts.cut import COUNT
 from mosaic.models.step import MOST_DOUBLED, StepSize, rounded_states
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import COLUMNS, RUNNING, Column, Reported
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from mosaic.runtime.engine import Engine, Ran
     from mosaic.runtime.executor import Executor
     from mosaic.runtime.host_copy import Arriving
-    from mosaic.runtime.kept_counts import Keeping
     from mosaic.runtime.state_rows import OwnedRows
 
 __all__ = ["MOST_ROWS", "ROWS", "Launched", "RequestTable", "Room", "Served"]
@@ -52,8 +50,7 @@ DECIDED: Final = (1, 2, 4, 8)
 """Eighths of a step's tokens that it has rows to decide for: unembedding takes a tenth of a step, and each number of rows is a plan
 more for every number of tokens."""
 NO_ROWS: Final[Mapping[State, int]] = MappingProxyType({})
-_OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score", COUNT)
-"""Of a step; the last is of one that is cut."""
+_OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +136,7 @@ def decisions(tokens: int) -> list[int]:
 
 
 class Launched(NamedTuple):
-    """A step that was launched and not read: its results on their way, its room, whom it serves, what ran, when it began, and what
-    a step that is cut was expected to keep."""
+    """A step that was launched and not read: its results on their way, its room, whom it serves, what ran, and when it began."""
 
     arriving: Arriving
     room: Room
@@ -148,7 +144,6 @@ class Launched(NamedTuple):
     marked: bool
     ran: Ran
     started: float
-    keeping: Keeping | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,7 +374,7 @@ class RequestTable:
 
         return self._predicted.find(room, predict)
 
-    def launch(self, room: Room, groups: int, *, marked: bool = False, keeping: Keeping | None = None) -> None:
+    def launch(self, room: Room, groups: int, *, marked: bool = False) -> None:
         """Launch a step with this room for some groups, by bits; a marked one also serves those who need it.
         After one that was interrupted, every step has been read."""
         started = perf_counter()
@@ -387,11 +382,11 @@ class RequestTable:
             self._undo()
         self.is_sure = False
         step = self._step(self.first, len(self.columns), groups, marked, room)
-        ran = self._engine.run(step, keeps=None if keeping is None else keeping.expected)
+        ran = self._engine.run(step)
         with interrupts_held():
-            arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS if name in ran.outputs])
+            arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS])
             self._sides.reverse()
-            self.launched.append(Launched(arriving, room, groups, marked, ran, started, keeping))
+            self.launched.append(Launched(arriving, room, groups, marked, ran, started))
             self._count += 1
             self.is_sure = True
 
@@ -438,8 +433,6 @@ class RequestTable:
         """Take what the first step that was launched reports; the caller has waited for it, and holds signals back."""
         step = self.launched.popleft()
         report, *of_rows = [tensor.numpy() for tensor in step.arriving.wait()]
-        if step.keeping is not None:
-            step.keeping.note(int(of_rows.pop().item()))
         self._read += 1
         report = report[report[:, Reported.ROW] >= 0].copy()
         report[:, Reported.ROW] -= self.first
