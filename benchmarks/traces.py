@@ -36,14 +36,13 @@ from benchmarks.sparse import NoPrefill
 from mosaic.decoding import ALGORITHMS, Algorithm, Canvas, GenerationConfig, resolve
 from mosaic.decoding.algorithms import algorithm_of
 from mosaic.decoding.llada import schedule
-from mosaic.models.parts.cut import COUNT, KEPT
+from mosaic.models.parts.cut import KEPT
 from mosaic.models.policies.focus import BlockProgress
 from mosaic.models.policies.focus_options import Eviction
 from mosaic.runtime.steps import StepResult
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from mosaic.decoding.canvas import Steps
     from mosaic.models.architecture import Architecture
@@ -223,7 +222,7 @@ class Replay:
     seconds
         What the replay itself has taken of the host's time.
     kept
-        Tokens that steps have computed to the last layer, of all requests together.
+        Tokens that steps have computed to the last layer, of all requests together. Of a shifted model's, the expected number.
     unembedded
         The unembedded ones among them.
     """
@@ -232,9 +231,8 @@ class Replay:
     requests: int
     all_kept: bool = False
     seconds: float = 0.0
-    kept: int = 0
+    kept: float = 0
     unembedded: int = 0
-    _counted: Tensor | None = None
 
     def options(self, config: GenerationConfig, architecture: Architecture) -> GenerationConfig:
         """Return options that decode as `config` does, by the trace. A request begins where its number says (`Trace.at`)."""
@@ -288,8 +286,13 @@ class Replay:
         """The outcome with as many of the kept rows decided, the first ones, as the trace says; tokens differ from row to row."""
         wanted, tokens = asked.rows.numpy(), asked.token_ids.numel()
         rows = len(wanted)
-        here = result.values[KEPT].numpy().nonzero()[0] if KEPT in result.values else np.arange(rows)
-        self._count(tokens, len(here), result.values.get(COUNT))
+        cut = KEPT in result.values
+        here = result.values[KEPT].numpy().nonzero()[0] if cut else np.arange(rows)
+        kept = float(len(here))
+        if cut and canvas.architecture.shifted:  # `here` lacks the last row of each run of masked ones
+            kept -= (1 + np.count_nonzero(np.diff(wanted) > 1)) * (1 - script.share)
+        self.kept += tokens - rows + kept
+        self.unembedded += len(here)
         if wanted[0] == tokens:  # row i-1 predicts position i: the step commits a block, and decides what follows it
             script.decided_first()
             return result
@@ -297,9 +300,6 @@ class Replay:
             again = (asked.start + int(wanted[0])) // self.trace.block * self.trace.block - asked.start
         else:
             again = int(places.searchsorted(int(places[wanted[0]]) // self.trace.block * self.trace.block))
-        kept = float(len(here))
-        if canvas.architecture.shifted:  # the rows before these are: of a run of masked ones nobody says of the last
-            kept -= (1 + np.count_nonzero(np.diff(wanted) > 1)) * (1 - script.share)
         taken = np.zeros(rows, dtype=bool)
         taken[here[: script.take(rows, tokens - again - rows + kept, len(here))]] = True
         chosen = (wanted * _PRIME + (canvas.step * _PRIME + canvas.request)) % canvas.architecture.mask_token_id
@@ -308,15 +308,6 @@ class Replay:
             token=token, score=result.score, committed=torch.from_numpy(taken), chosen=token, plan=result.plan,
             seconds=result.seconds, values=result.values,
         )  # fmt: skip
-
-    def _count(self, tokens: int, decided: int, kept: Tensor | None) -> None:
-        """Count the rows that a step computed; a step of two graphs reports its kept rows once, to all its requests."""
-        self.unembedded += decided
-        if kept is None:
-            self.kept += tokens
-        elif kept is not self._counted:
-            self.kept += int(kept)
-            self._counted = kept
 
 
 class _Script:

@@ -28,7 +28,7 @@ I32 = torch.int32
 
 
 def drawn(seed: int) -> tuple[Case, dict[str, list[int]]]:
-    """Windows of which some rows are kept, in any order, and some are to be decided; in one of four cases more than fit."""
+    """Windows of which some rows are kept, in any order, and some are to be decided."""
     rng = random.Random(seed)
     bounds, kept, ends, rows = [0], [], [0], []
     start = 0
@@ -38,11 +38,10 @@ def drawn(seed: int) -> tuple[Case, dict[str, list[int]]]:
         rows += sorted(rng.sample(window, rng.randint(0, len(window))))
         bounds.append(len(kept))
         ends.append(len(rows))
-    size = max(len(kept) + rng.choice([0, 0, 3, -1 - len(kept) // 2]), 1)
-    held = max(end for end in bounds if end <= size)
+    size = max(len(kept) + rng.choice([0, 3]), 1)
     listed = kept + [rng.randrange(start) for _ in range(size)]
     positions = [rng.randrange(1000) for _ in range(start)]
-    asked = [row for row, token in enumerate(rows) if token in kept[:held]]
+    asked = [row for row, token in enumerate(rows) if token in kept]
     most = max(len(asked) + rng.choice([0, 5]), 1)
     padding = rng.choice([0, 4])
     given = {
@@ -55,12 +54,10 @@ def drawn(seed: int) -> tuple[Case, dict[str, list[int]]]:
     expected = {
         "kept": listed[:size],
         "kept_positions": [positions[token] for token in listed[:size]],
-        "cu_seqlens": [min(end, held) for end in bounds],
         "decided": [kept.index(rows[row]) for row in asked] + filled,
         "asked": asked + filled,
         "cu_decided": [sum(row < end for row in asked) for end in ends],
         "place": [asked.index(row) if row in asked else -1 for row in range(len(rows) + padding)],
-        "count": [len(kept)],
     }
     outputs = {
         name: torch.empty(len(values), dtype=torch.int64 if name in ("kept", "decided", "asked") else I32)
@@ -96,7 +93,7 @@ GIVEN: dict[str, Any] = {
 def test_shapes_follow_from_operands() -> None:
     found = operator("resume_rows").work(**GIVEN, size=SIZE, most=MOST).outputs
     shapes = [spec.shape for spec in found]
-    assert shapes == [(SIZE,), (SIZE,), (SEQS + 1,), (MOST,), (MOST,), (SEQS + 1,), (ROWS,), (1,)]
+    assert shapes == [(SIZE,), (SIZE,), (MOST,), (MOST,), (SEQS + 1,), (ROWS,)]
 
 
 @pytest.mark.parametrize(("changed", "message"), [

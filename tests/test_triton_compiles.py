@@ -224,11 +224,9 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
         yield "focus_requests", {**asked, **each, **of_tokens, **kinds, "canvas": some}
     noted = {"cu_rows": bounds["cu_rows"], "seen": sequences, "committed": cuts, "first_step": "prefill"}
     yield "note_focus", {**asked, **noted}
-    bounds = {name: empty(5, dtype=torch.int32) for name in ("bounds", "cu_rows", "cu_seqlens", "cu_decided")}
+    bounds = {name: empty(5, dtype=torch.int32) for name in ("bounds", "cu_rows", "cu_decided")}
     numbers = {name: empty(rows, dtype=torch.int32) for name in ("positions", "kept_positions", "place")}
-    of_kept = dict.fromkeys(("chosen", "kept", "rows", "decided", "asked"), some) | {
-        "count": empty(1, dtype=torch.int32)
-    }
+    of_kept = dict.fromkeys(("chosen", "kept", "rows", "decided", "asked"), some)
     yield "resume_rows", {**bounds, **numbers, **of_kept}
     block = {"first": empty(64, dtype=torch.int32), "listed": empty(64, 32, dtype=torch.int32)}
     batch = {name: empty(65, dtype=torch.int32) for name in ("cu_extents", "cu_seqlens")}

@@ -1,4 +1,4 @@
-"""resume_rows: bounds and positions of the kept rows, and the rows to decide among them.
+"""resume_rows: positions of the kept rows, and the rows to decide among them.
 
 Outputs overlap no operand. Legend: S numbers of tokens, C rows kept, T tokens, M rows asked for, D rows decided, B sequences.
 """
@@ -10,9 +10,8 @@ from torch import Tensor
 
 
 def launch(
-    *, chosen: Tensor, bounds: Tensor, positions: Tensor, rows: Tensor, cu_rows: Tensor, kept: Tensor,
-    kept_positions: Tensor, cu_seqlens: Tensor, decided: Tensor, asked: Tensor, cu_decided: Tensor, place: Tensor,
-    count: Tensor, size: int = 0, most: int = 0, scratch: Tensor | None = None,
+    *, chosen: Tensor, bounds: Tensor, positions: Tensor, rows: Tensor, cu_rows: Tensor, kept: Tensor, kept_positions: Tensor,
+    decided: Tensor, asked: Tensor, cu_decided: Tensor, place: Tensor, size: int = 0, most: int = 0, scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write all outputs; bounds and rows are read on the host."""
     kept.copy_(chosen[: kept.numel()])
@@ -20,12 +19,7 @@ def launch(
     for whole in (decided, asked, cu_decided):
         whole.zero_()
     place.fill_(-1)
-    total = int(bounds[-1])
-    count.fill_(total)
-    if total > kept.numel():
-        total = max(end for end in bounds.tolist() if end <= kept.numel())
-    torch.clamp(bounds, max=total, out=cu_seqlens)
-    places, wanted, found = {token: i for i, token in enumerate(kept[:total].tolist())}, rows.tolist(), 0
+    places, wanted, found = {token: i for i, token in enumerate(kept[: int(bounds[-1])].tolist())}, rows.tolist(), 0
     of_kept, of_asked, of_rows, ends = (out.numpy() for out in (decided, asked, place, cu_decided))
     for sequence, (start, end) in enumerate(pairwise(cu_rows.tolist())):
         for row in range(start, end):
@@ -39,13 +33,12 @@ def reference(
     *, chosen: Tensor, bounds: Tensor, positions: Tensor, rows: Tensor, cu_rows: Tensor, size: int, most: int
 ) -> dict[str, Tensor]:
     """Return all outputs in plain PyTorch, a row at a time."""
-    count, kept = bounds[-1:].clone(), chosen[:size]
-    held = int(bounds[bounds <= size].max())
+    kept = chosen[:size]
     place = torch.full(rows.shape, -1, dtype=torch.int32)
     decided, asked = (torch.zeros(most, dtype=torch.int64) for _ in range(2))
     found = 0
     for row in range(int(cu_rows[-1])):
-        where = (kept[:held] == rows[row]).nonzero().view(-1)
+        where = (kept[: int(bounds[-1])] == rows[row]).nonzero().view(-1)
         if len(where):
             decided[found], asked[found], place[row] = where[0], row, found
             found += 1
@@ -53,10 +46,8 @@ def reference(
     return {
         "kept": kept,
         "kept_positions": positions[kept],
-        "cu_seqlens": bounds.clamp(max=held),
         "decided": decided,
         "asked": asked,
         "cu_decided": torch.tensor(below, dtype=torch.int32),
         "place": place,
-        "count": count,
     }

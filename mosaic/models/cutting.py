@@ -1,7 +1,7 @@
 """The two graphs of a phase that is cut inside a layer: the first computes the carries, the second continues from them.
 
-Carries: hidden states and queries of all tokens, the numbers of the kept tokens, and their bounds. The second graph
-leaves them unchanged, so it may run again with more rows. Its inputs per token and row are those of the kept rows.
+Carries: hidden states and queries of all tokens, the numbers of the kept tokens, and their bounds. The second graph's
+inputs per token and row are those of the kept rows.
 Legend: T tokens, K rows kept, M rows to decide, D hidden, N H queries.
 """
 
@@ -74,7 +74,6 @@ class _Resumed(NamedTuple):
 
     rows: Buffer
     positions: Buffer
-    cu_seqlens: Buffer
     decided: Buffer
     asked: Buffer
     cu_decided: Buffer
@@ -92,16 +91,15 @@ class Suffix:
     @cached_property
     def _resumed(self) -> _Resumed:
         step, g = self.step, self.step.g
-        ends, kept, rows = (step.seqs + 1,), (step.tokens,), self.decided
+        kept, rows = (step.tokens,), self.decided
         found = _Resumed(
             g.buffer("cut_kept", kept, "int64"), g.buffer("cut_positions", kept, "int32"),
-            g.buffer("cut_cu_seqlens", ends, "int32"), g.buffer("cut_decided", (rows,), "int64"),
-            g.buffer("cut_asked", (rows,), "int64"), g.buffer("cut_cu_decided", ends, "int32"),
+            g.buffer("cut_decided", (rows,), "int64"), g.buffer("cut_asked", (rows,), "int64"),
+            g.buffer("cut_cu_decided", (step.seqs + 1,), "int32"),
         )  # fmt: skip
         g.add_op(
             "resume_rows", _rows(step), _bounds(step), *map(self._first, ("positions", "rows", ROW_BOUNDS.name)),
-            out=(*found, g.output(PLACE, (g.dim("masked"),), "int32"), g.output(COUNT, (1,), "int32")), size=step.tokens,
-            most=rows,
+            out=(*found, g.output(PLACE, (g.dim("masked"),), "int32")), size=step.tokens, most=rows,
         )  # fmt: skip
         return found
 
@@ -116,7 +114,7 @@ class Suffix:
         """
         own: dict[str, Supply] = {
             "positions": lambda: self._resumed.positions,
-            "cu_seqlens": lambda: self._resumed.cu_seqlens,
+            "cu_seqlens": lambda: _bounds(self.step),
             "rows": lambda: self._resumed.decided,
             ROW_BOUNDS.name: lambda: self._resumed.cu_decided,
         }

@@ -46,11 +46,10 @@ def results_of(
         cut[name] = torch.split(mine.bool() if name == "committed" else mine.clone(), counts)
     main = [cut.pop(name) if name in cut else [nothing] * len(requests) for name, nothing in _NOTHING.items()]
     others = zip(*cut.values(), strict=True) if cut else repeat(())
-    of_step = {name: outputs[name].clone() for name, per in declared.items() if per == "step"}
     return [
         StepResult(
             token=token, score=score, committed=committed, chosen=chosen, plan=plan, seconds=seconds,
-            values=dict(zip(cut, values, strict=True)) | of_step,
+            values=dict(zip(cut, values, strict=True)),
         )
         for token, score, committed, chosen, values in zip(*main, others, strict=False)
     ]  # fmt: skip
@@ -76,7 +75,7 @@ def _placed(outputs: Mapping[str, Tensor], requests: Sequence[StepRequest]) -> d
 
 def _counts_of(requests: Sequence[StepRequest], declared: Mapping[str, ResultPer]) -> dict[str, list[int]]:
     """The number of values that each request has of each result, by the result's name."""
-    own = {KEPT if name == PLACE else name: per for name, per in declared.items() if per != "step"}
+    own = {KEPT if name == PLACE else name: per for name, per in declared.items()}
     counts = {per: [_count(request, per) for request in requests] for per in {*own.values()}}
     return {name: counts[per] for name, per in own.items()}
 

@@ -126,8 +126,7 @@ class StepResult:
     seconds
         The step's wall-clock time, from its launch until its outcome was there.
     values
-        By name, what other parts of the phase declare as results (`mosaic.models.parts.part.Part.results`). What belongs to the
-        step is one tensor, which all of its requests share.
+        By name, what other parts of the phase declare as results (`mosaic.models.parts.part.Part.results`).
     """
 
     token: Tensor

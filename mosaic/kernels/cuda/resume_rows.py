@@ -1,4 +1,4 @@
-"""resume_rows on CUDA: bounds and positions of the kept rows, and the rows to decide among them, in two launches.
+"""resume_rows on CUDA: positions of the kept rows, and the rows to decide among them, in two launches.
 
 In the first launch one program per sequence looks up its rows among the kept ones and counts those found. In the second
 each adds up the counts before its own and writes its rows; one more program writes the padding. Scratch: a count per
@@ -50,7 +50,6 @@ def find_kernel(
     else:
         start = tl.load(bounds + sequence)
         stop = tl.load(bounds + sequence + 1)
-        stop = tl.where(stop <= size, stop, start)
         last = tl.load(cu_rows + sequence + 1)
         total = start * 0
         for first in range(tl.load(cu_rows + sequence), last, ROWS):
@@ -67,19 +66,15 @@ def find_kernel(
         tl.store(counts + sequence, total)
 
 
-@triton.jit(do_not_specialize=["sequences", "size", "most", "asked_rows"])
+@triton.jit(do_not_specialize=["sequences", "most", "asked_rows"])
 def write_kernel(
-    bounds,
     cu_rows,
-    cu_seqlens,
     decided,
     asked,
     cu_decided,
     place,
-    count,
     counts,
     sequences,
-    size,
     most,
     asked_rows,
     ROWS: tl.constexpr,
@@ -87,20 +82,12 @@ def write_kernel(
     SEQUENCES: tl.constexpr,
 ):
     sequence = tl.program_id(0)
-    all_rows = tl.load(bounds + sequences)
-    before = all_rows * 0
+    before = sequence * 0
     for first in range(0, sequence, SEQUENCES):
         other = first + tl.arange(0, SEQUENCES)
         before += tl.sum(tl.load(counts + other, mask=other < sequence, other=0), 0)
     tl.store(cu_decided + sequence, before)
-    held = all_rows * 0
-    for first in range(0, sequences + 1, SEQUENCES):
-        other = first + tl.arange(0, SEQUENCES)
-        ends = tl.load(bounds + other, mask=other <= sequences, other=0)
-        held = tl.maximum(held, tl.max(tl.where(ends <= size, ends, 0), 0))
-    tl.store(cu_seqlens + sequence, tl.minimum(tl.load(bounds + sequence), held))
     if sequence == sequences:
-        tl.store(count, all_rows)
         for first in range(before, most, COPIED):
             at = first + tl.arange(0, COPIED)
             tl.store(decided + at, tl.zeros([COPIED], tl.int64), mask=at < most)
@@ -123,9 +110,8 @@ def write_kernel(
 
 
 def launch(
-    *, chosen: Tensor, bounds: Tensor, positions: Tensor, rows: Tensor, cu_rows: Tensor, kept: Tensor,
-    kept_positions: Tensor, cu_seqlens: Tensor, decided: Tensor, asked: Tensor, cu_decided: Tensor, place: Tensor,
-    count: Tensor, size: int = 0, most: int = 0, scratch: Tensor | None = None,
+    *, chosen: Tensor, bounds: Tensor, positions: Tensor, rows: Tensor, cu_rows: Tensor, kept: Tensor, kept_positions: Tensor,
+    decided: Tensor, asked: Tensor, cu_decided: Tensor, place: Tensor, size: int = 0, most: int = 0, scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write all outputs."""
     sequences = bounds.shape[0] - 1
@@ -148,17 +134,13 @@ def launch(
         COPIED=COPIED,
     )
     write_kernel[(sequences + 1,)](
-        bounds,
         cu_rows,
-        cu_seqlens,
         decided,
         asked,
         cu_decided,
         place,
-        count,
         counts,
         sequences,
-        kept.shape[0],
         decided.shape[0],
         rows.shape[0],
         ROWS=ROWS,

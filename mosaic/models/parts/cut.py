@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mosaic.registrar.graph import Buffer
 
 COUNT: Final = "count"
-"""The output of both graphs with the number of kept rows; the second's arrives with its results."""
+"""The first graph's output with the number of kept rows."""
 PLACE: Final = "place"
 """The second graph's output with the index of each row to decide in its results; -1: the row is not kept."""
 KEPT: Final = "kept"
@@ -88,5 +88,5 @@ class Cut(Part):
 
     @property
     def results(self) -> Mapping[str, ResultPer]:
-        """The number of kept rows, and the place of each row to decide."""
-        return {COUNT: "step", PLACE: "row"}
+        """The place of each row to decide."""
+        return {PLACE: "row"}

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from mosaic.models.step_graph import Ending, StepGraph
     from mosaic.registrar.graph import Buffer
 
-ResultPer: TypeAlias = Literal["token", "row", "sequence", "step"]
-"""What one value of an output belongs to. Values of one request are adjacent, in its own order; a value per step goes
-to all requests of the step."""
+ResultPer: TypeAlias = Literal["token", "row", "sequence"]
+"""What one value of an output belongs to. Values of one request are adjacent, in its own order."""
 
 
 class Part:

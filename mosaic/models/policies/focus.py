@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from mosaic.errors import UsageError
 from mosaic.models.inputs import Input
 from mosaic.models.kept_keys import attending
-from mosaic.models.parts.cut import COUNT, KEPT, PLACE, Cut, KeptRows
+from mosaic.models.parts.cut import KEPT, PLACE, Cut, KeptRows
 from mosaic.models.policies.focus_options import Eviction
 from mosaic.models.policies.policy import BlockStep, Policy, with_parts
 from mosaic.models.state import State
@@ -282,8 +282,8 @@ class Focus(Cut):
 
     @property
     def results(self) -> Mapping[str, ResultPer]:
-        """Return the cut's outputs, and `REACH`, if it is reported."""
-        return {COUNT: "step", PLACE: "row", **({REACH: "sequence"} if self.reports else {})}
+        """Return the place of each row to decide, and `REACH`, if it is reported."""
+        return {PLACE: "row", **({REACH: "sequence"} if self.reports else {})}
 
     def _seen(self, step: StepGraph) -> Buffer:
         return step.g.carry("focus_seen", (step.seqs,), "int32")

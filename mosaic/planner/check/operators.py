@@ -283,9 +283,8 @@ _NOTATION: Final = {
     "replace_rows": _Operator("y:a=M x:a=M chosen:uint8=M", "y x chosen", "y"),
     "resume_rows": _Operator(
         "chosen:int64=S bounds:int32=B+1 positions:int32=T rows:int64=M cu_rows:int32=B+1 kept:int64=size "
-        "kept_positions:int32=size cu_seqlens:int32=B+1 decided:int64=most asked:int64=most cu_decided:int32=B+1 "
-        "place:int32=M count:int32=1", "chosen bounds positions rows cu_rows",
-        "kept kept_positions cu_seqlens decided asked cu_decided place count", "size?:n most?:n",
+        "kept_positions:int32=size decided:int64=most asked:int64=most cu_decided:int32=B+1 place:int32=M",
+        "chosen bounds positions rows cu_rows", "kept kept_positions decided asked cu_decided place", "size?:n most?:n",
         whole="S B T M size most", rules=(("at most", "size", "S"),),
     ),
     "reuse_requests": _Operator(
