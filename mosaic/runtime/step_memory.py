@@ -6,12 +6,12 @@ What states and carries in it hold from one graph to the next is noted beside it
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from mosaic.errors import DoesNotFit, RuntimeMemoryError, UsageError
+from mosaic.runtime.recent import Recent
 from mosaic.runtime.spans import Spans
 from mosaic.runtime.state_rows import RowTable
 from mosaic.runtime.workspace import HOST, Workspace
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from mosaic.planner.plan_records import PlanRecords
 
 WORKSPACE: Final = "workspace"
-ALTERNATING: Final = 8
-"""Plans that alternate without a new commit, such as the graphs of one step."""
+ALTERNATING: Final = 512
+"""Plans that alternate without a new commit, such as the steps of a session."""
 _log = logging.getLogger(__name__)
 
 
@@ -52,7 +52,8 @@ class StepMemory:
         self._give_way = give_way
         self.row_bytes: dict[str, int] = {}
         """By pool, the bytes of one row of each state that plans have had; the same in all plans of a model."""
-        self._served: deque[tuple[object, ...]] = deque(maxlen=ALTERNATING)  # commits that need not be repeated
+        self._served: Recent[int, tuple[Plan, tuple[int, ...]]] = Recent(ALTERNATING)
+        """By the `id` of a plan, which is kept alive for it: how often memory and owners had changed at its last commit."""
 
     def commit(self, plan: Plan) -> None:
         """Commit a plan's memory beside that of earlier plans. If both do not fit, memory is given back in this order:
@@ -65,7 +66,8 @@ class StepMemory:
         RuntimeMemoryError
             If the device, or the machine, refuses.
         """
-        if self._now(plan) in self._served:
+        known = self._served.get(id(plan))
+        if known is not None and known[1] == self._changes():
             return
         sizes = {name: size for name, size in plan.pools.items() if name != "weights" and (size or name != HOST)}
         self._learn(plan, sizes)
@@ -79,7 +81,8 @@ class StepMemory:
                 make_room()
         else:
             grow()
-        self._served.append(self._now(plan))
+        self._served.pop(id(plan), None)
+        self._served.find(id(plan), lambda: (plan, self._changes()))
 
     def _leave(self, sizes: Mapping[str, int]) -> None:
         """Give back all memory beyond these bytes."""
@@ -103,12 +106,9 @@ class StepMemory:
         sizes = {table.pool: table.rows * self.row_bytes.get(table.pool, 0) for table in self._tables}
         return {name: sizes[name] for name in self._workspace.committed_bytes() if name in sizes}
 
-    def _now(self, plan: Plan) -> tuple[object, ...]:
-        """The key of a commit: the plan, the owners of rows, and the committed bytes.
-
-        The `id` comes first, so that plans are not compared in full; the plan is kept alive, so its `id` is unique.
-        """
-        return id(plan), plan, *[table.changes for table in self._tables], self._workspace.changes()
+    def _changes(self) -> tuple[int, ...]:
+        """How often memory grew or shrank, and rows of each state changed hands."""
+        return self._workspace.changes(), *[table.changes for table in self._tables]
 
     def _learn(self, plan: Plan, pools: Mapping[str, int]) -> None:
         """Note the bytes of one row of each state in a plan; they are the same in all plans of a model."""
