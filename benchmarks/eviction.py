@@ -5,8 +5,7 @@
 writes `eviction-<model>-<device>.json`. Weights are random; how many tokens steps decide and keep comes from a trace
 (`benchmarks.traces`): of the paper, or of a file that `--trace` names. Sessions decode as they always do; only the prefill is left
 out, and the keys in the state are random. Prompts have 256 to 1,024 tokens, answers are up to 2,048 tokens along, evenly; requests
-are spread over a block, so steps are alike. Ways: `whole`, all tokens of a block in each step, on the default path, where
-tokens are on the device; `dc+`, those that are not frozen; `focus` and `focus, dc+`, what the trace keeps of these; `all kept`, an
+are spread over a block, so steps are alike. Ways: `whole`, all tokens of a block in each step; `dc+`, those that are not frozen; `focus` and `focus, dc+`, what the trace keeps of these; `all kept`, an
 eviction that drops nothing: beside `dc+` it shows what metric, selection, compaction and the wait between the graphs take. A
 finished block's keys are computed once more from all of its tokens (`block_commit="exact"`, the default); `focus, dc+, cached` and
 `dc+, cached` keep those that its steps have left.
@@ -19,8 +18,8 @@ met no such size. A point says how many were still met while it was timed.
 
 lets all ways attend so. A request of Fast-dLLM v2 has one more step a block, which commits it and decides the first token of
 the next one: shared with others, or with sparse attention or eviction by itself, counted with those of the others. On a card every
-point also has the milliseconds of a step's kernels by what they do. Where the host knows a step's tokens, a point has what
-its launches of a kind take alone (`benchmarks.step_parts`), with nothing else on the device. The table has the median step over
+point also has the milliseconds of a step's kernels by what they do. A point has what its launches of a kind take alone
+(`benchmarks.step_parts`), with nothing else on the device. The table has the median step over
 products, attention and selection together. Less than one cannot be: the command fails then, once it has written its results.
 """
 

@@ -667,7 +667,7 @@ def test_sessions_go_by_traces_and_are_timed_beside_whole_blocks(
         for way in [way for way in eviction.WAYS if way not in ("focus", "dc+, cached")]:
             found = eviction.measured(model, way, trace, requests=4, prompts=(16, 40), answer=48)
             assert not found["kernels_ms"]  # a CPU has none
-            assert bool(found["parts_ms"]) is (way != eviction.WHOLE)  # whose tokens the host does not know
+            assert {*found["parts_ms"]} == {*step_kernels.KINDS} and (eviction.of_parts(found) or 0) > 0
             points[way] = {"block": 16, "requests": 4, "way": way, **found}
         assert model.state_rows == {}
     whole, frozen, focus, all_kept, cached = (
