@@ -5,10 +5,10 @@
 writes `eviction-<model>-<device>.json`. Weights are random; how many tokens steps decide and keep comes from a trace
 (`benchmarks.traces`): of the paper, or of a file that `--trace` names. Sessions decode as they always do; only the prefill is left
 out, and the keys in the state are random. Prompts have 256 to 1,024 tokens, answers are up to 2,048 tokens along, evenly; requests
-are spread over a block, so steps are alike. Ways: `whole`, all tokens of a block in each step; `dc+`, those that are not frozen; `focus` and `focus, dc+`, what the trace keeps of these; `all kept`, an
-eviction that drops nothing: beside `dc+` it shows what metric, selection, compaction and the wait between the graphs take. A
-finished block's keys are computed once more from all of its tokens (`block_commit="exact"`, the default); `focus, dc+, cached` and
-`dc+, cached` keep those that its steps have left.
+are spread over a block, so steps are alike. Ways: `whole`, all tokens of a block in each step; `dc+`, those that are not frozen;
+`focus` and `focus, dc+`, what the trace keeps of these; `all kept`, an eviction that drops nothing: beside `dc+` it shows what
+metric, selection, compaction and the wait between the graphs take. A finished block's keys are computed once more from all of its
+tokens (`block_commit="exact"`, the default); `focus, dc+, cached` and `dc+, cached` keep those that its steps have left.
 
 Tokens per second are all tokens decided over the whole time of the steps that are timed, none left out. A size of a step that none
 had before is planned and captured, which a server does once: steps that are not counted come first, until as many as are timed have
