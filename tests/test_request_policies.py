@@ -75,7 +75,7 @@ def test_random_requests_with_policies_get_what_they_get_alone(
     steps, shared = come_and_go(caller, rng, most=8)
     for place in range(count):
         caller.check(place)
-    assert len(caller.cancelled) < count // 2 and shared > steps // 16
+    assert shared > steps // 16
 
 
 def test_a_step_serves_requests_that_select_and_others_that_do_not(
