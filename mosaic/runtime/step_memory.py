@@ -69,7 +69,7 @@ class StepMemory:
         known = self._served.get(id(plan))
         if known is not None and known[1] == self._changes():
             return
-        sizes = {name: max(size, needed.get(name, 0)) for name, size in plan.pools.items() if name != "weights" and (size or name != HOST)}
+        sizes = {name: size for name, size in plan.pools.items() if name != "weights" and (size or name != HOST)}
         self._learn(plan, sizes)
         grow = partial(self._workspace.commit_all, sizes, holes=self._holes())
         for make_room in (partial(self.give_idle_back, plan), self._give_way, partial(self._leave, sizes)):
