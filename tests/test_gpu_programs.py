@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -164,11 +164,8 @@ def test_graphs_replay_after_their_memory_went_and_came_again() -> None:
 
 
 def test_inputs_written_through_their_image_are_what_was_written() -> None:
-    """Random tensors and numbers of random lengths, some there already, beside each other and far apart; on both sides.
-
-    Some are prepared before they are written, or others are, which never are.
-    """
-    rng, prepared = random.Random(2), list[Mapping[str, Tensor | Numbers]]()
+    """Random tensors and numbers of random lengths, some there already, beside each other and far apart; on both sides."""
+    rng = random.Random(2)
     storage = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
     views = {
         name: storage[at : at + 8 * 64].view(torch.int64)
@@ -188,12 +185,7 @@ def test_inputs_written_through_their_image_are_what_was_written() -> None:
                 values[name] = Numbers((range(3), range(40, 40 + count // 2)), "int64")
             else:
                 values[name] = torch.randint(99, (count,), device="cpu" if kind == "host" else "cuda")
-        prepared.append(values)
         storage.random_()  # as a step would leave it
-        left = storage.clone()
-        for others in rng.sample(prepared, min(rng.randrange(3), len(prepared))):
-            inputs.fill(others)
-        assert torch.equal(storage, left)
         inputs.write(values)
         for name, value in values.items():
             expected = (value.tensor() if isinstance(value, Numbers) else value).cpu()

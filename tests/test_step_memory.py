@@ -73,10 +73,11 @@ class Model:
     def fits(self, pages: dict[str, set[int]]) -> bool:
         return sum(len(held) for pool, held in pages.items() if pool != "host") <= self.budget
 
-    def in_use(self) -> dict[str, set[int]]:
-        """Pages of each state in which somebody has a row, and up to which plans have counted."""
+    def in_use(self, plan: SimpleNamespace | None = None) -> dict[str, set[int]]:
+        """Pages of each state in which somebody has a row, and up to which plans have counted; and those of a plan."""
         sizes = {t.pool: t.rows * ROW_BYTES[t.name] if t.name in self.learned else 0 for t in self.tables}
-        return {pool: self.span(pool, size) for pool, size in sizes.items()}
+        needed = {} if plan is None else plan.pools
+        return {pool: self.span(pool, max(size, needed.get(pool, 0))) for pool, size in sizes.items()}
 
     def commit(self) -> bool:
         again = self.last is not None and self.rng.random() < 0.4
@@ -115,6 +116,12 @@ class Model:
         kept = {pool: self.span(pool, plan.pools.get(pool, 0)) for pool in OTHERS} | self.in_use()
         self.pages = {pool: pages & kept[pool] for pool, pages in self.pages.items()}
 
+    def make_room(self) -> None:
+        """As a graph does that is captured in the middle of a step."""
+        self.memory.give_idle_back(cast(Plan, self.last) if self.last is not None else None)
+        kept = self.in_use(self.last)
+        self.pages = {pool: pages & kept.get(pool, pages) for pool, pages in self.pages.items()}
+
 
 @pytest.mark.parametrize("seed", range(40))
 def test_steps_keep_what_earlier_ones_needed_where_there_is_room(seed: int) -> None:
@@ -125,7 +132,9 @@ def test_steps_keep_what_earlier_ones_needed_where_there_is_room(seed: int) -> N
     ) as w:
         model = Model(seed, w, budget)
         for _ in range(25):
-            action = model.rng.choice((model.change_rows, model.change_rows, model.commit, model.commit, model.trim))
+            action = model.rng.choice(
+                (model.change_rows, model.change_rows, model.commit, model.commit, model.trim, model.make_room)
+            )
             if action() is False:
                 break
             held = {pool: len(pages) * PAGE for pool, pages in model.pages.items()}

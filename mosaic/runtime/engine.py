@@ -143,7 +143,7 @@ class Engine:
             self.workspace, self._tables.values(), self._handed_out.empty, lambda: self._graphs.give_way()
         )
         self._graphs = graph_memory(
-            self.workspace.ledger, self.device, make_room=self._memory.give_idle_back,
+            self.workspace.ledger, self.device, make_room=lambda: self._memory.give_idle_back(self.current),
             reserved_bytes=min(GRAPH_BYTES, plan.components["context"]),
         )  # fmt: skip
         self.weights = WeightStore(planner, self.workspace, self.device, seed=seed)

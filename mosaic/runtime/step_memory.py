@@ -72,7 +72,7 @@ class StepMemory:
         sizes = {name: size for name, size in plan.pools.items() if name != "weights" and (size or name != HOST)}
         self._learn(plan, sizes)
         grow = partial(self._workspace.commit_all, sizes, holes=self._holes())
-        for make_room in (self.give_idle_back, self._give_way, partial(self._leave, sizes)):
+        for make_room in (partial(self.give_idle_back, plan), self._give_way, partial(self._leave, sizes)):
             try:
                 grow()
                 break
@@ -92,9 +92,11 @@ class StepMemory:
         unused = {name: 0 for name in committed if name == HOST or name.startswith("carry/")}
         self._workspace.trim_all({**unused, **sizes}, holes=self._holes())
 
-    def give_idle_back(self) -> None:
-        """Give back the pages of states without owned rows."""
-        self._workspace.trim_all(self._owned(), holes=self._holes())
+    def give_idle_back(self, plan: Plan | None = None) -> None:
+        """Give back the pages of states without owned rows, but those that a plan needs."""
+        needed = {} if plan is None else plan.pools
+        sizes = {name: max(size, needed.get(name, 0)) for name, size in self._owned().items()}
+        self._workspace.trim_all(sizes, holes=self._holes())
 
     def trim(self, plan: Plan) -> None:
         """Give back memory that neither the plan of the last step nor the owners of rows need."""
