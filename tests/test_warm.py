@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +23,9 @@ DRAWN = GenerationConfig(gen_length=8, stop_at_eos=False, temperature=0.8, top_p
 
 @contextmanager
 def counted(patch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """How many plans are made, and executors bound, inside the block."""
-    found = {"plans": 0, "executors": 0}
-    plan, bind = Planner.plan, Executor.__init__
+    """How many plans are made, executors bound, and runs of these, inside the block."""
+    found = {"plans": 0, "executors": 0, "runs": 0}
+    plan, bind, run = Planner.plan, Executor.__init__, Executor.run
 
     def planning(*args: Any, **options: Any) -> Any:
         found["plans"] += 1
@@ -34,9 +35,14 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         found["executors"] += 1
         bind(*args, **options)
 
+    def running(executor: Executor) -> None:
+        found["runs"] += 1
+        run(executor)
+
     with patch.context() as inner:
         inner.setattr(Planner, "plan", planning)
         inner.setattr(Executor, "__init__", binding)
+        inner.setattr(Executor, "run", running)
         yield found
 
 
@@ -59,17 +65,41 @@ def come_and_go(session: Session, rng: random.Random, count: int, most: int, tok
 def test_a_warm_session_plans_nothing_and_maps_nothing(
     family: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it was idle in between."""
+    """Also where it was idle in between. Warm again, it runs nothing."""
     rng, said = random.Random(family), list[str]()
     with mosaic.compile(CONFIGS[family], seed=3) as model, model.session(max_num_batched_tokens=64) as session:
         assert session.warm([GREEDY, DRAWN], requests=8, tokens=64, progress=said.append) == 8
         assert said[0].startswith(f"step 1 of {len(said)}: ") and model.state_rows == {}
+        with counted(monkeypatch) as made:
+            session.warm([GREEDY, DRAWN], requests=8, tokens=64, progress=said.append)
+        assert made == {"plans": 0, "executors": 0, "runs": 0}
         pages = model.workspace.changes()
         with counted(monkeypatch) as made:
             for part in (count // 4, count - count // 4):
                 come_and_go(session, rng, part, most=8, tokens=64)
-        assert made == {"plans": 0, "executors": 0}
+        assert made.pop("runs") and made == {"plans": 0, "executors": 0}
         assert model.workspace.changes() == pages
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """Without what the tests themselves leave out of garbage collection."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_warm_session_is_left_out_of_garbage_collection_until_it_closes(others: bool, thawed: None) -> None:
+    """Who has frozen objects already knows when to thaw them."""
+    with mosaic.compile(CONFIGS["sdar"], seed=3) as model:
+        if others:
+            gc.freeze()
+        before = gc.get_freeze_count()
+        with model.session(max_num_batched_tokens=8) as session:
+            session.warm(GREEDY, requests=1, tokens=16)
+            assert (gc.get_freeze_count() > before) is not others
+        assert bool(gc.get_freeze_count()) is others
 
 
 @pytest.mark.parametrize(("given", "message"), [

@@ -8,7 +8,7 @@ blocks are not delayed beyond a bound.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -415,8 +415,9 @@ class Scheduler:
             alone_ms = table.predicted_ms(asking(min(own, blocks), block, rows))
             slower = math.ceil(4 * self._slower) / 4  # by quarters, so that few sizes of step serve
             limit = max(self._delay_ms / slower, alone_ms)
-            while blocks > own and table.predicted_ms(asking(blocks, block, rows)) > limit:
-                blocks = max(_below(blocks), own)
+            rungs = _rungs(own, blocks)  # each is planned to know its time
+            within = bisect_right(rungs, limit, key=lambda rung: table.predicted_ms(asking(rung, block, rows)))
+            blocks = rungs[max(within - 1, 0)]
         return asking(blocks, block, rows)
 
     def _most(self, block: int) -> int:
@@ -453,6 +454,18 @@ def _phase(kinds: Collection[_Kind], *, marked: bool) -> Phase:
     """The kind of step that serves all of these."""
     phase = shared_phase([kind.phase for kind in kinds])
     return with_parts(phase, cache=phase.cache.covering) if marked else phase
+
+
+def _rungs(least: int, most: int) -> list[int]:
+    """The rungs from one to another, ascending.
+
+    >>> _rungs(15, 20)
+    [15, 16, 18, 20]
+    """
+    found = [most]
+    while found[-1] > least:
+        found.append(max(_below(found[-1]), least))
+    return found[::-1]
 
 
 def _below(blocks: int) -> int:

@@ -187,6 +187,7 @@ class Session(ClosesOnExit):
                 table.rehearse(room, groups, marked=bool(marked))
         with interrupts_held(), self._runner.exclusive():
             table.rest()
+            table.freeze()
         return count
 
     def _warm_row(self, config: GenerationConfig, tokens: int) -> TableRow:

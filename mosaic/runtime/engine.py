@@ -236,6 +236,10 @@ class Engine:
 
     def rehearse(self, step: PackedStep) -> None:
         """Run a step that serves nobody, the second graph of a cut one at every size, until all graphs are bound and captured."""
+        graphs = [step] if step.size.bucketed is None else [step.graph(), *map(step.graph, step.buckets)]
+        bound = [self._bound.get((graph.key, None)) for graph in graphs]
+        if all(found is not None and found[1].is_ready for found in bound):
+            return
         for _ in range(2 if self._on_cuda else 1):  # the second run captures
             self.run(step)
             for kept in step.buckets:

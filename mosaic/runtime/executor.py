@@ -158,6 +158,11 @@ class Executor:
         """Whether steps are replayed from a graph."""
         return self._key in self._graphs
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has run, and is captured if it is to be."""
+        return self._warm and (self.captured or not self._capture)
+
     def drop_graph(self) -> None:
         """Drop the captured graph, if there is one: the next step captures it again."""
         self._graphs.drop(self._key)
