@@ -75,9 +75,9 @@ def test_traffic_is_served_queued_and_as_it_comes(sdar: CompiledModel) -> None:
         assert point["same_as_queued"] == 6 and point["refused"] == 0 and point["steps"] >= 5
         assert 0 < point["median_ms"] <= point["p99_ms"] <= point["most_ms"] <= point["latency_most_ms"]
         assert 0 < point["large_steps"] < point["steps"] and point["of_predicted"] > 0
-    assert points[1]["of_queued"] == 1 and points[4]["of_queued"] < 1 and points[1]["new_sizes"] == 0
+    assert points[2]["of_queued"] == 1 and points[5]["of_queued"] < 1 and points[1]["new_sizes"] == 0
     result = {"what": "mixed", "points": points}
-    assert table(serving.header_of(result), [*serving.rows_of(result)]).count("\n") == 6
+    assert table(serving.header_of(result), [*serving.rows_of(result)]).count("\n") == 7
 
 
 def test_requests_are_drawn_from_all_lengths_and_policies(sdar: CompiledModel) -> None:
