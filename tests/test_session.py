@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import dropwhile
 from threading import Event, Thread
 from typing import Any
 
@@ -15,7 +17,7 @@ from test_decoding import CONFIGS, MASK, prompt_of
 
 import mosaic
 from mosaic import decoding, models
-from mosaic.decoding import GenerationConfig, LiveRequest, Session, Submission
+from mosaic.decoding import GenerationConfig, LiveRequest, Session, Step, Submission
 from mosaic.decoding.algorithms import largest_steps, shared_sizes
 from mosaic.decoding.config import resolve
 from mosaic.errors import DoesNotFit, UsageError
@@ -91,10 +93,18 @@ class Family:
                 view.normal_(1.0 if norm else 0.0, 0.2 if norm else 3 * view.shape[-1] ** -0.5, generator=generator)
         self.alone = cache(self._alone)
 
-    def _alone(self, kind: int) -> tuple[list[int], int]:
-        asked = self.submissions[kind]
-        (found,) = decoding.generate(self.model, [asked.prompt], asked.config, request_ids=[asked.request_id])
-        return found.token_ids.tolist(), found.steps
+    def _alone(self, kind: int) -> tuple[list[int], list[Step]]:
+        asked, steps = self.submissions[kind], list[Step]()
+        (found,) = decoding.generate(
+            self.model, [asked.prompt], asked.config, request_ids=[asked.request_id], on_step=steps.append
+        )
+        assert found.steps == len(steps)
+        return found.token_ids.tolist(), steps
+
+
+def beyond_prompt(steps: Sequence[Step]) -> int:
+    """How many steps come once the prompt is read, in as many chunks as steps had room for."""
+    return len([*dropwhile(lambda step: not len(step.positions), steps)])
 
 
 def needed(name: str, submissions: Sequence[Submission]) -> int:
@@ -155,6 +165,7 @@ def test_requests_that_come_and_go_get_what_they_get_alone(name: str, count: int
     kinds: dict[LiveRequest, int] = {}
     cancelled: list[LiveRequest] = []
     most = refused = 0
+    given: defaultdict[int, list[Step]] = defaultdict(list)
     with Watch(model.workspace) as watch, Session(model) as session:
         while len(kinds) < count or session.live:
             if len(kinds) < count and rng.random() < 0.7:
@@ -168,7 +179,10 @@ def test_requests_that_come_and_go_get_what_they_get_alone(name: str, count: int
                 cancelled.append(rng.choice(session.live))
                 session.cancel(cancelled[-1])
             with watch.step():
-                most = max(most, len({step.request for step in session.advance(rng.randrange(1, 4))}))
+                advanced = session.advance(rng.randrange(1, 4))
+            most = max(most, len({step.request for step in advanced}))
+            for step in advanced:
+                given[step.request].append(step)
         assert not model.state_rows
         model.trim()
         assert not any(size for pool, size in model.workspace.committed_bytes().items() if pool.startswith("state/"))
@@ -177,14 +191,15 @@ def test_requests_that_come_and_go_get_what_they_get_alone(name: str, count: int
     assert refused or count < 20
     for request, kind in kinds.items():
         tokens, steps = family.alone(kind)
-        assert request.generation is not None
+        assert request.generation is not None and request.steps == len(given[request.number])
         if request in cancelled:
             assert request.generation.finish == "cancelled"
-            assert request.steps <= steps
+            assert beyond_prompt(given[request.number]) <= beyond_prompt(steps)
             known = request.generation.token_ids.tolist()
             assert family.submissions[kind].config.algorithm == "llada2.1" or known == tokens[: len(known)]
         else:
-            assert (request.generation.token_ids.tolist(), request.steps) == (tokens, steps)
+            assert request.generation.token_ids.tolist() == tokens
+            assert beyond_prompt(given[request.number]) == beyond_prompt(steps)
     model.close()
     assert not any(model.workspace.committed_bytes().values())
 
@@ -210,7 +225,7 @@ def test_what_is_admitted_always_fits_and_what_is_refused_has_no_plan(seed: int)
     """Under tight budgets, beside steps of other sizes: whatever fits by plan runs, however much earlier steps needed."""
     rng = random.Random(seed)
     name = rng.choice(["llada", "sdar", "fast-dllm-v2"])
-    family = Family(name, room=rng.randrange(1, 3), spare_bytes=4096 * rng.choice((5, 8, 25)))
+    family = Family(name, room=rng.randrange(1, 3), spare_bytes=4096 * rng.choice((5, 8, 16)))
     model, budget = family.model, family.budget
     assert budget is not None
     admitted, refused = list[LiveRequest](), 0
@@ -335,6 +350,6 @@ def test_requests_of_any_sampling_share_steps_and_get_what_they_get_alone(name: 
             turns += 1
     assert kernels.isdisjoint({"row_sample", "unembed_sample", "row_nucleus"}) == (chosen is not None)
     found = [(one.generation.token_ids.tolist(), one.steps) for one in live if one.generation is not None]
-    assert found == [family.alone(kind) for kind in kinds]
+    assert found == [(tokens, len(steps)) for tokens, steps in map(family.alone, kinds)]
     assert turns <= max(steps for _, steps in found) + 2  # a prefill, and the keys of what it ends with
     family.model.close()
