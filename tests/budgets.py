@@ -30,7 +30,7 @@ BUDGETS_S: Mapping[str, float] = {
     "test_pages": 6, "test_pages_triton": 4, "test_parity": 9, "test_parity_block": 12, "test_peaks": 2,
     "test_plan_mutations": 5, "test_planner": 16, "test_policy": 2, "test_prefix_reuse": 8, "test_prefix_reuse_kernels": 2,
     "test_prefix_reuse_triton": 3, "test_programs": 2, "test_quality_decodability": 2, "test_quality_policies": 3,
-    "test_refusals": 5, "test_request_kernels": 4, "test_request_packing": 3, "test_request_table": 13,
+    "test_refusals": 5, "test_request_kernels": 4, "test_request_packing": 3, "test_request_table": 15,
     "test_registrar": 3, "test_robustness": 7, "test_rotary_scaling": 7, "test_runtime": 2, "test_runtime_compiled": 6,
     "test_runtime_executor": 2, "test_sampling": 11, "test_scheduler": 4,
     "test_search": 4, "test_selected_attention": 4, "test_selection": 16,

@@ -544,8 +544,15 @@ def test_whoever_comes_later_goes_before_nobody_who_waits(
 # --- admission --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llada", "sdar"])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 20))])
+ADMITTED = [
+    pytest.param(family, seed, marks=pytest.mark.soak)
+    for family in ("llada", "sdar")
+    for seed in range(1, 20)
+    if (family, seed) != ("llada", 11)
+]
+
+
+@pytest.mark.parametrize(("family", "seed"), [("llada", 0), ("sdar", 0), ("llada", 11), *ADMITTED])
 def test_what_is_admitted_never_fails_and_what_is_refused_changes_nothing(family: str, seed: int) -> None:
     """In a budget for a few requests, of which each gets what it gets in a budget without limit."""
     rng, options = random.Random(f"{family} {seed}"), {"gen_length": 16, "stop_at_eos": False}
@@ -567,7 +574,7 @@ def test_what_is_admitted_never_fails_and_what_is_refused_changes_nothing(family
     budget = most + 4096 * rng.choice([0, 1, 3])
     admitted, refused = list[LiveRequest](), 0
     with mosaic.compile(CONFIGS[family], seed=3, host_budget=0, budget=budget) as model, model.session() as session:
-        for _ in range(5 if seed == 0 else 12):
+        for _ in range(5 if seed == 0 else 16):
             for one in rng.choices(asked, k=4):
                 before = session.live, model.state_rows, model.memory().committed
                 if session.admits(one):

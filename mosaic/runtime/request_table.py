@@ -189,7 +189,7 @@ class RequestTable:
         self.steps = np.zeros(ROWS, dtype=np.int64)
         self.planned: frozenset[tuple[State, int]] = frozenset()
         self._held = dict(self.planned)
-        self._covered: tuple[int, Room] | None = (
+        self._covered: tuple[int, Room, Room] | None = (
             None  # for which rows of states, by their count of changes, and which step
         )
         self.tokens, self.confidence = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
@@ -362,7 +362,7 @@ class RequestTable:
         If the `wanted` step does not fit beside them, steps go without what is not taken; if it does not fit even so, the `least`
         one has to.
         """
-        asked = self._engine.changes, wanted
+        asked = self._engine.changes, least, wanted
         if asked == self._covered and not more:
             return
         states, before = self._engine.states_with(more), self._held
