@@ -424,12 +424,15 @@ class Scheduler:
         if blocks <= fewest and not table.fits(asking(blocks, block, rows)):
             return alone
         if several:
-            alone_ms = table.predicted_ms(asking(min(own, blocks), block, rows))
+
+            def ms(rung: int) -> float:  # a smaller step may take more memory than a larger one
+                room = asking(rung, block, rows)
+                return table.predicted_ms(room) if table.fits(room) else math.inf
+
             slower = math.ceil(4 * self._slower) / 4  # by quarters, so that few sizes of step serve
-            limit = max(self._delay_ms / slower, alone_ms)
-            rungs = _rungs(own, blocks)  # each is planned to know its time
-            within = bisect_right(rungs, limit, key=lambda rung: table.predicted_ms(asking(rung, block, rows)))
-            blocks = rungs[max(within - 1, 0)]
+            limit = max(self._delay_ms / slower, ms(min(own, blocks)))
+            rungs = _rungs(own, blocks)
+            blocks = rungs[max(bisect_right(rungs, limit, key=ms) - 1, 0)]
         return asking(blocks, block, rows)
 
     def _most(self, block: int) -> int:
