@@ -13,8 +13,8 @@ from typing import Any, Final
 from benchmarks.bench.meters import driver_bytes
 from benchmarks.eviction import NewSizes
 from benchmarks.served import TIMES, Meter, percentiles, shown_times
-from benchmarks.traffic import Arrival, Traffic, drawn, poisson, served
-from mosaic.decoding import GenerationConfig, Session, Submission
+from benchmarks.traffic import Arrival, Traffic, drawn, kinds_of, longest_of, poisson, served
+from mosaic.decoding import Session
 from mosaic.errors import MosaicError
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.units import GIB, format_bytes
@@ -58,9 +58,7 @@ def overloaded(
     most, maps, failures = _used_bytes(model), list[float](), list[str]()
     with Session(Meter(model, tabled=tabled)) as session:
         if warm and tabled:
-            session.warm(
-                kinds_of(islice(draws, 256)), requests=warm, tokens=traffic["prompts"][1] + traffic["answers"][1]
-            )
+            session.warm(kinds_of(islice(draws, 256)), requests=warm, tokens=longest_of(traffic))
         new = NewSizes(model)
         run = Traffic(session, (Arrival(0.0, submission) for submission in draws), between=BETWEEN)
         pages = model.workspace.committed_bytes()
@@ -87,20 +85,6 @@ def overloaded(
 
 def _used_bytes(model: CompiledModel) -> int:
     return driver_bytes(model.asynchronous) or sum(model.memory().committed.values())
-
-
-def kinds_of(submissions: Iterable[Submission]) -> list[GenerationConfig]:
-    """Return one configuration of each policy and kind of sampling."""
-    found = {
-        (
-            str(one.config.attention),
-            str(one.config.eviction),
-            one.config.block_cache,
-            one.config.temperature > 0,
-        ): one.config
-        for one in submissions
-    }
-    return [*found.values()]
 
 
 def ablated(

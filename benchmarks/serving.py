@@ -63,7 +63,7 @@ def _at_once_points(model: Model, asked: argparse.Namespace) -> Iterator[dict[st
 
 def _mixed_points(model: Model, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with _compiled(model, asked) as compiled:
-        yield from mixed(compiled, asked.requests, **_traffic_of(model, asked))
+        yield from mixed(compiled, asked.requests, warm=asked.warm, **_traffic_of(model, asked))
 
 
 def _delay_points(model: Model, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -175,7 +175,10 @@ def main(arguments: Sequence[str]) -> None:
         "--policies", help=f"of traffic, among {', '.join(POLICIES)}; all that the model takes if not given"
     )
     parser.add_argument(
-        "--warm", type=int, default=128, help="requests whose steps are planned first, of memory; 0: none"
+        "--warm",
+        type=int,
+        default=128,
+        help="requests whose steps are planned first, of memory and mixed traffic; 0: none",
     )
     parser.add_argument("--options", type=json.loads, default={}, help="of all requests, as JSON")
     parser.add_argument("--generators", action="store_true", help="no table: the host decodes each request")

@@ -1,8 +1,7 @@
 """Random traffic: requests of all lengths, temperatures and policies, and sessions that are driven by them as they arrive.
 
-`mixed` serves the same requests several times: queued at once, three times; as a Poisson process at 1.25 of the rate that the queue
-was served at, so that the engine is saturated; and at half of it. A size of step is planned when it first comes, and captured when
-it comes again.
+`mixed` serves the same requests several times, by sessions that are warm: queued at once, twice; as a Poisson process at 1.25 of
+the rate that the queue was served at, so that the engine is saturated; and at half of it.
 """
 
 from __future__ import annotations
@@ -31,6 +30,8 @@ __all__ = [
     "Arrival",
     "Traffic",
     "drawn",
+    "kinds_of",
+    "longest_of",
     "mixed",
     "percentiles",
     "poisson",
@@ -39,11 +40,9 @@ __all__ = [
 ]
 
 RUNS: Final[Mapping[str, float]] = {
-    "queued, first": math.inf, "queued, second": math.inf, "queued": math.inf, "saturated, first": 1.25, "saturated": 1.25,
-    "half": 0.5,
+    "queued, first": math.inf, "queued": math.inf, "saturated": 1.25, "half": 0.5,
 }  # fmt: skip
 """Passes over the same requests, and how often they come, as a multiple of the queue's requests per second."""
-
 TEMPERATURES: Final = (0.0, 0.0, 0.7, 0.8, 1.0)
 POLICIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "exact": {}, "mage": {"attention": "mage:k=1024"}, "flashblock": {"attention": "flashblock"}, "focus": {"eviction": "focus"},
@@ -94,6 +93,26 @@ def poisson(submissions: Iterable[Submission], rate: float, seed: int) -> Iterat
     for submission in submissions:
         at += rng.expovariate(1.0) / rate
         yield Arrival(at, submission)
+
+
+def kinds_of(submissions: Iterable[Submission]) -> list[GenerationConfig]:
+    """Return one configuration of each policy and kind of sampling, but those of generators, which a block cache makes."""
+    found = {
+        (
+            str(one.config.attention),
+            str(one.config.eviction),
+            one.config.temperature > 0,
+        ): one.config
+        for one in submissions
+        if not one.config.block_cache
+    }
+    return [*found.values()]
+
+
+def longest_of(traffic: Mapping[str, Any]) -> int:
+    """Return the most positions of a request of traffic."""
+    most: int = traffic["prompts"][1] + traffic["answers"][1]
+    return most
 
 
 class Traffic:
@@ -193,14 +212,16 @@ def request_number(arrival: Arrival) -> int:
 
 def mixed(
     model: CompiledModel, requests: int, *, seed: int, prompts: tuple[int, int], answers: tuple[int, int],
-    policies: Iterable[str], tabled: bool = True, **more: Any,
+    policies: Iterable[str], tabled: bool = True, warm: int = 0, **more: Any,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Serve the same requests as `RUNS` says; yield the figures of each pass."""
-    draws = drawn(model.architecture, seed, prompts=prompts, answers=answers, policies=policies, **more)
-    submissions, queued = [*islice(draws, requests)], None
+    """Serve the same requests as `RUNS` says; yield the figures of each pass. Sessions are `warm` for so many, if any."""
+    lengths = {"prompts": prompts, "answers": answers}
+    submissions = [*islice(drawn(model.architecture, seed, policies=policies, **lengths, **more), requests)]
+    ladder = {"requests": min(warm, requests), "tokens": longest_of(lengths)} if warm and tabled else None
+    queued = None
     for run, pace in RUNS.items():
         rate = math.inf if queued is None or math.isinf(pace) else pace * requests / queued["seconds"]
-        answered, found = served(model, poisson(submissions, rate, seed), tabled=tabled)
+        answered, found = served(model, poisson(submissions, rate, seed), tabled=tabled, ladder=ladder)
         if queued is None or run == "queued":
             queued, reference = found, answered
         same = sum(answered[number] == tokens for number, tokens in reference.items())
@@ -209,11 +230,18 @@ def mixed(
 
 
 def served(
-    model: CompiledModel, arrivals: Iterable[Arrival], *, tabled: bool = True, **options: Any
+    model: CompiledModel, arrivals: Iterable[Arrival], *, tabled: bool = True, ladder: Mapping[str, int] | None = None,
+    **options: Any,
 ) -> tuple[dict[int, list[int]], dict[str, Any]]:  # fmt: skip
-    """Serve requests as they come, in a session of its own; return their answers by number, and figures."""
-    new, meter = NewSizes(model), Meter(model, tabled=tabled)
+    """Serve requests as they come, in a session of its own; return their answers by number, and figures.
+
+    `ladder` are options with which the session is warmed before.
+    """
+    meter, arrivals = Meter(model, tabled=tabled), [*arrivals]
     with Session(meter, **options) as session:
+        if ladder is not None:
+            session.warm(kinds_of(arrival.submission for arrival in arrivals), **ladder)
+        new = NewSizes(model)
         traffic = Traffic(session, arrivals)
         times = driven(traffic, meter)
         seconds = traffic.seconds

@@ -32,7 +32,7 @@ from mosaic.models.step import StepSize, bucket
 from mosaic.registrar.operators.pack_requests import PATIENCE
 from mosaic.registrar.request_table import ALL_ONES, Column, Reported
 from mosaic.runtime.interrupts import interrupts_held
-from mosaic.runtime.request_table import Room
+from mosaic.runtime.request_table import KEPT_STEPS, Room
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -236,9 +236,21 @@ class Scheduler:
             pass
         return most
 
-    def ladder(self, rows: Sequence[TableRow], requests: int) -> Iterator[tuple[Room, int, bool]]:
-        """Give the steps that so many requests like these may need, the largest first: room, bits of groups, and whether it is
-        marked."""
+    def ladder(self, rows: Sequence[TableRow], requests: int) -> list[tuple[Room, int, bool, int | None]]:
+        """Return the steps that so many requests like these may need, or if they are more, `KEPT_STEPS` spread over all sizes.
+
+        Each is a room, bits of groups, whether it is marked, and the size of the second graph.
+        """
+        rooms = {
+            room: (groups, marked) for room, groups, marked in self._rooms(rows, requests) if self._table.fits(room)
+        }
+        found = [
+            (room, groups, marked, kept) for room, (groups, marked) in rooms.items() for kept in self._table.kept(room)
+        ]
+        return found[:: max(-(-len(found) // KEPT_STEPS), 1)]
+
+    def _rooms(self, rows: Sequence[TableRow], requests: int) -> Iterator[tuple[Room, int, bool]]:
+        """Give the rooms of these steps, the largest first, with bits of groups, and whether each is marked."""
         longest = max(row.length for row in rows)
         for groups in self._groups.shared([*dict.fromkeys(kind.group for kind in self._warm)]):
             kinds = self._beside(groups, [kind for kind in self._kinds if kind.group in groups])
@@ -412,12 +424,15 @@ class Scheduler:
         if blocks <= fewest and not table.fits(asking(blocks, block, rows)):
             return alone
         if several:
-            alone_ms = table.predicted_ms(asking(min(own, blocks), block, rows))
+
+            def ms(rung: int) -> float:  # a smaller step may take more memory than a larger one
+                room = asking(rung, block, rows)
+                return table.predicted_ms(room) if table.fits(room) else math.inf
+
             slower = math.ceil(4 * self._slower) / 4  # by quarters, so that few sizes of step serve
-            limit = max(self._delay_ms / slower, alone_ms)
-            rungs = _rungs(own, blocks)  # each is planned to know its time
-            within = bisect_right(rungs, limit, key=lambda rung: table.predicted_ms(asking(rung, block, rows)))
-            blocks = rungs[max(within - 1, 0)]
+            limit = max(self._delay_ms / slower, ms(min(own, blocks)))
+            rungs = _rungs(own, blocks)
+            blocks = rungs[max(bisect_right(rungs, limit, key=ms) - 1, 0)]
         return asking(blocks, block, rows)
 
     def _most(self, block: int) -> int:

@@ -136,8 +136,8 @@ class Session(ClosesOnExit):
     ) -> int:
         """Plan, compile and capture the steps that requests of a table may need, before they come; they take a minute or two.
 
-        Afterwards none of so many requests waits for a plan, a kernel, a capture or memory, whenever they come and go. All requests
-        take steps that serve every warm config.
+        Afterwards none of so many requests waits for a plan, a kernel, a capture or memory, whenever they come and go. If configs
+        need more than 512 steps, that many are spread over all sizes. All requests take steps that serve every warm config.
 
         Parameters
         ----------
@@ -180,11 +180,11 @@ class Session(ClosesOnExit):
             if not count:
                 more = demand_of(rows[0], table.holes)
                 self._runner.check(scheduler.sizes(rows, more), more=more)  # says what is missing
-            ladder = {room: how for room, *how in scheduler.ladder(rows, count) if table.fits(room)}
-        for number, (room, (groups, marked)) in enumerate(ladder.items(), start=1):
+            ladder = scheduler.ladder(rows, count)
+        for number, (room, groups, marked, kept) in enumerate(ladder, start=1):
             progress(f"step {number} of {len(ladder)}: {room.tokens:,} tokens, {room.rows:,} rows to decide")
             with interrupts_held(), self._runner.exclusive(), interrupts_let_through():
-                table.rehearse(room, groups, marked=bool(marked))
+                table.rehearse(room, groups, kept, marked=marked)
         with interrupts_held(), self._runner.exclusive():
             table.rest()
             table.freeze()

@@ -234,17 +234,16 @@ class Engine:
         self._graphs.begin()
         return self._run(step, config) if step.size.bucketed is None else self._run_two(step, config)
 
-    def rehearse(self, step: PackedStep) -> None:
-        """Run a step that serves nobody, the second graph of a cut one at every size, until all graphs are bound and captured."""
-        graphs = [step] if step.size.bucketed is None else [step.graph(), *map(step.graph, step.buckets)]
-        bound = [self._bound.get((graph.key, None)) for graph in graphs]
-        if all(found is not None and found[1].is_ready for found in bound):
-            return
+    def rehearse(self, step: PackedStep, kept: int | None) -> None:
+        """Run a step that serves nobody, the second graph of a cut one at a size, until its graphs are bound and captured."""
+        graphs = [step] if kept is None else [step.graph(), step.graph(kept)]
         for _ in range(2 if self._on_cuda else 1):  # the second run captures
-            self.run(step)
-            for kept in step.buckets:
-                self._run(step.graph(), None)
-                self._run(step.graph(kept), None)
+            bound = [self._bound.get((graph.key, None)) for graph in graphs]
+            if all(found is not None and found[1].is_ready for found in bound):
+                break
+            self._graphs.begin()
+            for graph in graphs:
+                self._run(graph, None)
 
     def _run(self, step: PackedStep, config: Settings | None) -> Ran:
         """Run one graph; missing inputs raise before anything changes."""

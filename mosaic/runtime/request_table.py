@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -374,10 +374,14 @@ class RequestTable:
             self._held = dict(self.planned)
         self._covered = asked  # at last: what is interrupted is done again
 
-    def rehearse(self, room: Room, groups: int, *, marked: bool) -> None:
-        """Plan, compile and capture a step, which serves nobody."""
+    def rehearse(self, room: Room, groups: int, kept: int | None, *, marked: bool) -> None:
+        """Plan, compile and capture a step, which serves nobody; of one that is cut, with this size of its second graph."""
         self.predicted_ms(room)
-        self._engine.rehearse(self._step(0, 0, groups, marked, room))
+        self._engine.rehearse(self._step(0, 0, groups, marked, room), kept)
+
+    def kept(self, room: Room) -> Sequence[int | None]:
+        """Return the sizes of the second graph of such a step: None alone if it is not cut."""
+        return self.size(room, self.planned).buckets or (None,)
 
     def predicted_ms(self, room: Room) -> float:
         """Return how long the plan of such a step says that it takes; found once, whatever the states hold."""
