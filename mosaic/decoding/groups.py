@@ -51,6 +51,7 @@ class Groups:
 
     def __init__(self) -> None:
         self._groups = [Group(KEPT, None, RULE.covering)]
+        self._numbers = dict[Group, int]()  # by what requests asked for
         self._turns = dict[int, int]()  # the launch in which each had its last one
         self._launches = 0
 
@@ -65,12 +66,15 @@ class Groups:
         UsageError
             If there are too many.
         """
-        group = Group(row.cache.covering, row.cut, row.commit.covering)
-        if group not in self._groups:
-            if len(self) == MOST:
-                raise UsageError(f"a session serves {MOST} combinations of policies: open another one for more.")
-            self._groups.append(group)
-        return self._groups.index(group)
+        asked = Group(row.cache, row.cut, row.commit)
+        if asked not in self._numbers:
+            group = Group(asked.cache.covering, asked.cut, asked.commit.covering)
+            if group not in self._groups:
+                if len(self) == MOST:
+                    raise UsageError(f"a session serves {MOST} combinations of policies: open another one for more.")
+                self._groups.append(group)
+            self._numbers[asked] = self._groups.index(group)
+        return self._numbers[asked]
 
     def mixes(self, numbers: Iterable[int]) -> bool:
         """Return whether some of these groups select keys and others attend to all."""

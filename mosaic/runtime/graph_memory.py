@@ -18,8 +18,9 @@ from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.units import MIB, format_bytes
 
-GRAPH_BYTES: Final = 1024 * MIB
-"""The most that captured graphs of a model take, if the budget has it free."""
+GRAPH_BYTES: Final = 2048 * MIB
+"""The most that captured graphs of a model take, if the budget has it free: those of all steps that a session keeps, with 600
+launches each."""
 
 
 class NoRoom(Exception):
