@@ -81,25 +81,25 @@ LONGEST = [
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of every test marked `grid`, run points that hold all pairs of its parameters' values; the others only soak.
+    """Of every test marked `grid`, run points that hold all pairs of its parameters' values, and of every one marked `some` each
+    third case; the others only soak.
 
     `grid(together=1)` asks for every value of every parameter instead. Tests that need the card to themselves come last, so that
     the others wait for them once.
     """
     items.sort(key=lambda item: [*LONGEST, item.path.stem].index(item.path.stem))
     items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
-    grids: dict[str, list[pytest.Function]] = {}
+    several: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if (
-            isinstance(item, pytest.Function)
-            and item.get_closest_marker("grid")
-            and not item.get_closest_marker("soak")
-        ):
-            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for points in grids.values():
-        marker = points[0].get_closest_marker("grid")
-        assert marker is not None
-        chosen = set(map(id, _chosen(points, marker.kwargs.get("together", 2))))
+        if isinstance(item, pytest.Function) and not item.get_closest_marker("soak"):
+            several.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for points in several.values():
+        if grid := points[0].get_closest_marker("grid"):
+            chosen = set(map(id, _chosen(points, grid.kwargs.get("together", 2))))
+        elif points[0].get_closest_marker("some"):
+            chosen = set(map(id, points[::3]))
+        else:
+            continue
         for point in points:
             if id(point) not in chosen:
                 point.add_marker(pytest.mark.soak)

@@ -288,6 +288,7 @@ def test_the_average_counts_live_bytes_by_predicted_time() -> None:
     assert peak == 140 and average == pytest.approx((140 * 1 + 100 * 3) / 4)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_predicted_op_times_add_up_to_about_the_plans_prediction(family: str) -> None:
     for tokens in (4096, 32768):
@@ -298,6 +299,7 @@ def test_predicted_op_times_add_up_to_about_the_plans_prediction(family: str) ->
         assert total == pytest.approx(plan.predicted_step_ms / 1e3, rel=0.2)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(
     ("preset", "device"),
     [("llada-8b", "cpu"), ("dream-7b", "cpu"), ("llada-moe", "cpu"), ("sdar-1.7b", "cpu"), ("llada-8b", "h200")],

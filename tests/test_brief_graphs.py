@@ -90,6 +90,7 @@ USUAL = ("llada-8b", "llada2-mini")
 """Models whose graphs the test command looks at."""
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(
     ("name", "phase"),
     [

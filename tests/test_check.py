@@ -59,6 +59,7 @@ def test_refuses_mutations(name: str, mutation: str, data: st.DataObject) -> Non
         assert broken[1] in codes(broken[0])
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_every_mutation_breaks_an_example(mutation: str) -> None:
     """Each mutation applies somewhere, and wherever it does its reason is found."""

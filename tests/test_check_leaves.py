@@ -91,6 +91,7 @@ def assert_noticed(document: dict[str, Any], path: Path, rng: random.Random) -> 
         assert any(claim in said for claim in listed), f"{path} is neither refused nor listed"
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("number", [0, 3, 4])
 def test_any_scalar_that_is_changed_is_noticed(number: int) -> None:
     """A few of every kind of field."""

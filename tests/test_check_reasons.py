@@ -486,6 +486,7 @@ def test_a_launch_in_a_loop(kernel: str) -> None:
         assert codes(document) & {"operator", "flops", "bytes"}, name
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("kernel", BY_KERNEL)
 def test_operands_have_their_dtypes_shapes_and_places(kernel: str) -> None:
     launch = BY_KERNEL[kernel]
@@ -519,6 +520,7 @@ def test_operands_have_their_dtypes_shapes_and_places(kernel: str) -> None:
                 assert violation.buffers == (b,)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("kernel", BY_KERNEL)
 def test_operands_and_attributes_are_all_there(kernel: str) -> None:
     launch = BY_KERNEL[kernel]

@@ -557,6 +557,7 @@ def refusal(path: Path) -> str:
     return str(loading.value)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(
     ("family", "change"),
     [

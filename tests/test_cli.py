@@ -468,6 +468,7 @@ def test_contexts_go_by_either_name(mosaic: Any) -> None:
     assert mosaic(*PLAN, "--tokens", "4k", "--json").json == mosaic(*PLAN, "--ctx", "4096", "--json").json
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -574,6 +575,7 @@ def test_bad_input_is_one_line_and_an_exit_code(
         assert ran.err.startswith("mosaic: ") and ran.err.count("\n") == 1
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("damage", ["truncate", "schema", "field", "type", "binary", "nested", "formula"])
 def test_unreadable_plans_are_refused(mosaic: Any, tmp_path: Path, damage: str) -> None:
     file = tmp_path / "plan.json"

@@ -143,6 +143,7 @@ def opened(model: CompiledModel, rng: random.Random, count: int) -> list[Sequenc
     return [Sequence.filled(model, 8 * rng.randint(2, 9), rng) for _ in range(count)]
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("seed", range(3))
 def test_a_cut_that_keeps_every_row_changes_nothing(model: CompiledModel, seed: int) -> None:
     """Under poison, random windows packed at random: tokens, scores and decisions to the bit, and the keys that are left."""
@@ -164,6 +165,7 @@ def test_a_cut_that_keeps_every_row_changes_nothing(model: CompiledModel, seed: 
         twin.close()
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("seed", range(3))
 def test_dropped_rows_have_no_keys_in_later_layers_and_are_not_decided(model: CompiledModel, seed: int) -> None:
     """Under poison, packed at random, against plain code that keeps stale keys where rows were dropped."""

@@ -539,6 +539,7 @@ def way(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return WAYS[request.param]
 
 
+@pytest.mark.some
 def test_batches_of_other_lengths_give_the_same_tokens_as_alone(make: Make, way: tuple[str, dict[str, Any]]) -> None:
     family, options = way
     case, prompts = make(family), [prompt_of(length) for length in (5, 16, 1, 16, 9)]
@@ -604,6 +605,7 @@ def test_a_model_that_predicts_the_mask_comes_to_an_end(make: Make, way: tuple[s
     assert len(found.token_ids) == options["gen_length"]
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("seed", range(4))
 def test_edits_end_where_the_mask_is_the_surest_token(seed: int) -> None:
     """A position decided as the mask looks open to the next step, and once blocked all others for ever."""
@@ -629,6 +631,7 @@ def test_edits_end_where_the_mask_is_the_surest_token(seed: int) -> None:
 # --- what is asked of the runner --------------------------------------------------------------------------------------
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(
     "lengths",
     [pytest.param([5], marks=pytest.mark.soak), [16], pytest.param([9, 9], marks=pytest.mark.soak), [3, 16, 9]],

@@ -168,6 +168,7 @@ def assert_stated(case: Case, found: dict[str, Tensor]) -> None:
             assert found[name].tolist() == expected, name
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("part", range(4))
 def test_on_the_cpu(part: int) -> None:
     for seed in range(part * 50, part * 50 + 50):
@@ -206,6 +207,7 @@ KINDS: list[Callable[[Case], bool]] = [
 ]
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cases_drawn_have_it(kind: Callable[[Case], bool]) -> None:
     assert sum(kind(drawn(seed)) for seed in range(240)) > 8

@@ -158,6 +158,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(("name", "keys"), CASES)
 def test_generation_is_that_of_the_paper_in_float64(
     model: CompiledModel, name: str, keys: tuple[str | None, str | None]
@@ -203,6 +204,7 @@ def test_random_answers_are_those_of_the_public_implementation(model: CompiledMo
         assert recorder.of_requests() == [stated.steps]
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(("name", "keys", "exact_layers", "every", "rows"), [
     ("focus", KEYS[0], 2, 0, 0), ("focus", KEYS[4], 1, 3, 1), ("none", KEYS[3], 0, 2, 3),
 ])  # fmt: skip
@@ -322,6 +324,7 @@ def test_a_finished_block_of_a_shifted_model_shares_a_step_with_blocks_that_are_
         assert torch.equal(mine.token_ids, alone.token_ids)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(("expected", "evicts"), [(0, True), (1, False), (64, True)])
 def test_eviction_that_does_not_pay_for_the_requests_that_are_expected_is_left_out(
     model: CompiledModel, caplog: pytest.LogCaptureFixture, expected: int, evicts: bool

@@ -76,12 +76,14 @@ def test_counts_are_of_every_tile() -> None:
         assert len(chosen) == tiles
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_products_of_experts(counts: tuple[int, ...], described: bool) -> None:
     case, verify = grouped_linear((counts, 136, 150), BF16, aligned=True)
     verify(run(case, DEVICE))
 
 
+@pytest.mark.some
 @ways
 def test_a_row_of_an_expert_is_the_same_alone_and_among_others(dtype: torch.dtype, described: bool) -> None:
     """Whichever tile the rows of the batch choose. Inputs cancel, so what is left are the roundings of sums, in their order."""
@@ -109,6 +111,7 @@ def test_a_row_of_an_expert_is_the_same_alone_and_among_others(dtype: torch.dtyp
     assert len(tiles) == (3 if described else 2)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("shape", [(70, 72, 100), (1, 64, 256), (130, 200, 64)], ids=str)
 def test_router(shape: tuple[int, int, int], described: bool) -> None:
     rows, hidden, experts = shape
@@ -123,6 +126,7 @@ def test_router(shape: tuple[int, int, int], described: bool) -> None:
     assert_within(found["scores"], scores, relative * scores + rounding(scores, BF16))
 
 
+@pytest.mark.some
 @ways
 def test_a_row_is_routed_the_same_alone_and_among_others(dtype: torch.dtype, described: bool) -> None:
     rows, experts, top_k = 300 if INTERPRETED else 8576, 60, 4

@@ -149,6 +149,7 @@ def test_products(kernel: str, dtype: torch.dtype) -> None:
         check(*drawn(kernel, source, dtype, 1, 700), "cpu")
 
 
+@pytest.mark.some
 @triton_test
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=name_of)
 @pytest.mark.parametrize("kernel", PRODUCTS)

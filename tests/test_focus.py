@@ -232,6 +232,7 @@ class Live:
         self.history.close()
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(
     ("name", "delay"),
     [

@@ -79,6 +79,7 @@ def test_on_the_cpu(seed: int, kind: str) -> None:
         check_allocates_nothing(case)
 
 
+@pytest.mark.some
 @triton_test
 @pytest.mark.parametrize("kind", ["focus", "note"])
 @pytest.mark.parametrize("seed", range(20))

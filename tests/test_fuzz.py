@@ -15,6 +15,7 @@ PARTS = {
 """Seeds of each kind, of which the later ones soak."""
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(
     ("kind", "seeds"),
     [

@@ -79,6 +79,7 @@ def test_every_plan_generates_the_same(plan: str, way: str) -> None:
     assert generated(family, options, LENGTHS, **PLANS[plan]) == by_the_planners_own_choice(way)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("lengths", [pytest.param((9,), marks=pytest.mark.soak), (30,), (21, 4)])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_peak_of_a_generation_is_the_predicted_one(way: str, lengths: tuple[int, ...]) -> None:

@@ -139,6 +139,7 @@ class Engine:
                 self.ledger.charge("workspace", wanted)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("seed", range(60))
 def test_graphs_stay_within_the_bound_and_the_least_recently_used_go(seed: int) -> None:
     engine = Engine(seed)

@@ -37,6 +37,7 @@ def operands(rows: int, outer: int, inner: int, dtype: torch.dtype) -> tuple[tor
     return x, weight, bias, residual
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("rows, outer, inner", SHAPES)
 def test_a_row_has_the_same_bits_alone(rows: int, outer: int, inner: int, dtype: torch.dtype) -> None:

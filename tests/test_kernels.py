@@ -259,6 +259,7 @@ def linear_case(
     return Case("linear", operands, {"y": torch.empty(tokens, outer, dtype=dtype)})
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
@@ -433,6 +434,7 @@ def attention_bound(case: Case, expected: Tensor) -> Tensor:
     return (2.1 * delta + gamma(2 * keys + 40, dtype)) * magnitude + rounding(expected, dtype)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("shape", ATTENTION, ids=str)
 def test_attention(shape: tuple[tuple[int, ...], int, int, int], dtype: torch.dtype) -> None:
@@ -831,6 +833,7 @@ def test_memory_cases_cover_every_kernel() -> None:
     }
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("dtype", OTHERS_SOAK, ids=name_of)
 @pytest.mark.parametrize("kernel", OPERATORS)
 def test_kernels_allocate_nothing(kernel: str, dtype: torch.dtype) -> None:

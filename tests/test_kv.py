@@ -182,6 +182,7 @@ WINDOWS = {
 }
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("name", WINDOWS)
 def test_kv_attention(name: str, dtype: torch.dtype) -> None:
@@ -408,6 +409,7 @@ BLOCKED = [((1,), 1, 1, 2, 4), ((5, 1, 31), 4, 2, 16, 4), ((257,), 2, 1, 8, 32),
 LONG = [((1030,), 2, 1, 5, 32), ((2100,), 1, 1, 4, 32)]  # two key tiles or all keys at once; three
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("dtype", OTHERS_SOAK, ids=name_of)
 @pytest.mark.parametrize("shape", [*BLOCKED, *LONG], ids=str)
 def test_attention_in_blocks(shape: tuple[Any, ...], dtype: torch.dtype) -> None:
@@ -509,6 +511,7 @@ def test_kv_attention_in_triton(name: str, segments: int, dtype: torch.dtype, mo
     check_in_triton(case)
 
 
+@pytest.mark.some
 @triton_test
 @pytest.mark.parametrize(
     ("segments", "dtype", "short"),

@@ -28,6 +28,7 @@ def useless_ops(graph: Graph) -> list[str]:
     return found
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=pytest.mark.soak if name in ("dream", "sdar") else ()) for name in CONFIGS]
 )
@@ -62,6 +63,7 @@ def test_hidden_states_of_all_tokens_are_there_for_parts_that_say_so() -> None:
         model.graph(phase=Phase(cache=KEPT, head=NO_HEAD, others=(Echo(False),)))
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("family", CONFIGS)
 def test_only_rows_to_decide_pass_what_follows_the_last_keys(family: str) -> None:
     """Unless a part needs the others, or the head is fetched beside the layer."""

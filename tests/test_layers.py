@@ -145,6 +145,7 @@ def test_a_step_of_a_family_whose_layers_differ_equals_plain_pytorch(way: str, b
     torch.testing.assert_close(found.double(), plain(arch, given, ids), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(("order", "keys"), [(1, ""), (-1, ""), (1, "bfloat16")])
 @pytest.mark.parametrize("config", [{"attention": "together"}, {"attention": "queries"}, {"products": "fused"}])
 def test_steps_over_kept_keys_of_two_widths_equal_plain_pytorch(config: dict[str, str], order: int, keys: str) -> None:
@@ -200,6 +201,7 @@ def test_one_step_mixes_rows_that_see_by_several_rules() -> None:
         torch.testing.assert_close(result.score.double(), expected.softmax(-1).amax(-1), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("config", [{"attention": "together"}, {"attention": "queries"}, {"products": "fused"}])
 def test_layers_with_a_window_keep_a_ring_of_rows_however_long_the_context_is(config: dict[str, str]) -> None:
     """Two requests, as block diffusion asks for them: blocks are denoised, begun early and asked for again, then written."""

@@ -325,6 +325,7 @@ def test_gaps_are_where_no_value_is_waited_for(seed: int) -> None:
         assert sorted(empty) == [t for t in range(alive[0], alive[-1]) if t not in alive]
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("seed", range(24))
 def test_lifetimes_of_random_programs_are_those_that_the_checker_derives(seed: int) -> None:
     """Programs of the fuzzer under random chunks; barriers are told in the order of their loops, then by their ends."""

@@ -148,6 +148,7 @@ def test_a_configuration_is_held_from_the_bytes_of_its_best_known_order_on() -> 
     assert missed
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("solver", ["first_fit", "greedy_by_size", "auto"])
 @pytest.mark.parametrize("seed", FRAGMENTED)
 def test_what_is_promised_holds_as_packed(seed: int, solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +206,7 @@ class Packings:
 SOLVERS = ("auto", limits.QUICK, "worse")
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("seed", range(18))
 def test_limits_of_tables_are_kept_as_packed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tables, rng, packings = Tables(seed, apart=True), random.Random(seed), Packings(seed, monkeypatch)

@@ -38,6 +38,7 @@ def test_weights_are_those_of_the_checkpoint(name: str) -> None:
     assert len({b.tensor for b in weights}) == len(weights)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("choices", [{"head": "logits"}, {"head": "fused", "attention": "heads"}])
 @pytest.mark.parametrize("backend", ["cuda", "cpu"])

@@ -92,6 +92,7 @@ def scattered(draw: random.Random, count: int) -> Problem:
     return Problem(sizes=sizes, starts=starts, ends=ends, alignments=alignments)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("seed", range(24))
 def test_blocks_are_put_back_and_thrown_out_as_defined(seed: int) -> None:
     draw = random.Random(seed)

@@ -331,6 +331,7 @@ def test_searches_take_the_same_steps_on_arrays(monkeypatch: pytest.MonkeyPatch)
             assert one == two and all(type(offset) is int for offset in two)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("seed", range(12))
 def test_searches_with_no_byte_to_spare_take_the_steps_of_the_definition(seed: int) -> None:
     problem = perfect(11 + seed % 5, seed, height=12 + seed)

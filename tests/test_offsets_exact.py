@@ -84,6 +84,7 @@ def random_problem(seed: int, count: int) -> Problem:
     return problem
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("seed", range(40))
 def test_what_fits_is_found_and_what_does_not_is_refuted(seed: int) -> None:
     problem = random_problem(seed, count=6)

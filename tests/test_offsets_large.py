@@ -90,6 +90,7 @@ def test_the_search_goes_on_where_it_stopped() -> None:
     assert whole.offsets() == parts.offsets() and whole.num_out == parts.num_out
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("name", ["somas_resnet50", "iopddl_G_1", "layered"])
 def test_thousands_of_buffers_come_within_half_a_percent(name: str) -> None:
     """Steps that begin before the one before has ended, and a layered network: greedy_by_size leaves 4 to 13 %."""
@@ -173,6 +174,7 @@ def stop() -> None:
     raise Stopped
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("solver", ["auto", "ejection", "exact", "skyline", "periodic", "local_search"])
 def test_time_limits_hold_for_large_problems(solver: str) -> None:
     """Seconds of processor time, so that a busy machine makes no difference; loading packages is not counted."""

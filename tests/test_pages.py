@@ -152,6 +152,7 @@ def assert_bounds(case: Case, bound: Tensor, slack: float = 1) -> None:
     assert bound[~known].isnan().all()
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_extrema_of_pages(dtype: torch.dtype) -> None:
     for seed in range(20):
@@ -162,6 +163,7 @@ def test_extrema_of_pages(dtype: torch.dtype) -> None:
         assert torch.equal(case.operands["extrema"], expected)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("statistic", OF_ROWS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_bounds_of_pages(dtype: torch.dtype, statistic: str) -> None:

@@ -26,6 +26,7 @@ def test_extrema_of_pages_in_triton(dtype: torch.dtype) -> None:
         assert torch.equal(run(case, DEVICE)["extrema"], expected)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(
     ("statistic", "dtype"), [("mean", F32), ("mean", BF16), ("max", F32), ("worst", F32), ("max", BF16)], ids=str
 )

@@ -41,6 +41,7 @@ def test_the_long_way_round_finds_races(mutation: str) -> None:
     assert found
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("name", WITH_SIDE_OPS)
 def test_what_is_accepted_has_no_race(name: str) -> None:
     rng = random.Random(name)

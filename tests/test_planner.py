@@ -158,6 +158,7 @@ def _accepts(
     assert made.peak_bytes <= made.lower_bound_bytes * 1.01
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("solver", ["first_fit", "best_fit", "greedy_by_size", "skyline"])
 def test_a_named_solver_gives_a_valid_plan(llada: Planner, solver: str) -> None:
     made = llada.plan(Request(seq_lens=(4096,)), solver=solver)

@@ -104,6 +104,7 @@ WAYS: dict[str, SparseAttention | PrefixReuse] = {
 }
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.soak if name in ("two steps", "both") else ()) for name in WAYS],

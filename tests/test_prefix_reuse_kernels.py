@@ -92,6 +92,7 @@ def weights_error(case: Case, slack: float) -> Tensor:
     return 2 * (slack - 1) * unit(case.operands["q"].dtype) * softmax_rows(case, absolute=True)[0]
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(("name", "dtype"), [*zip(WINDOWS, cycle(DTYPES), strict=False)], ids=str)
 def test_prefix_attention(name: str, dtype: torch.dtype) -> None:
     case = prefix_case(name, dtype)

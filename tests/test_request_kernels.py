@@ -231,6 +231,7 @@ OF_POLICIES = ("select", "reuse")
 KINDS = ("pack", "place", "draw", "advance")
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("kind", [*KINDS, *OF_POLICIES])
 @pytest.mark.parametrize("seed", range(40))
 def test_on_the_cpu(seed: int, kind: str) -> None:
@@ -244,6 +245,7 @@ def test_on_the_cpu(seed: int, kind: str) -> None:
         check_allocates_nothing(case)
 
 
+@pytest.mark.some
 @triton_test
 @pytest.mark.parametrize("kind", [*KINDS, *OF_POLICIES])
 @pytest.mark.parametrize("seed", range(8))

@@ -205,6 +205,7 @@ class Clock:
 CASES = [(BY_BLOCKS, (4, 4)), (BY_BLOCKS, (4, 8)), (REFRESHED, (4, 8)), (FROM_BLOCK, (8, 8))]
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("spare", [True, False])
 @pytest.mark.parametrize(("window", "blocks"), CASES)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 40))])

@@ -280,6 +280,7 @@ SOAKED = [
 ]
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(("family", "seed", "count", "longest"), [*((family, 0, 6, 48) for family in CONFIGS), *SOAKED])
 def test_random_requests_get_what_they_get_alone(
     models: dict[str, CompiledModel], family: str, seed: int, count: int, longest: int, monkeypatch: pytest.MonkeyPatch
@@ -552,6 +553,7 @@ ADMITTED = [
 ]
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(("family", "seed"), [("llada", 0), ("sdar", 0), ("llada", 11), *ADMITTED])
 def test_what_is_admitted_never_fails_and_what_is_refused_changes_nothing(family: str, seed: int) -> None:
     """In a budget for a few requests, of which each gets what it gets in a budget without limit."""

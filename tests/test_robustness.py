@@ -189,6 +189,7 @@ def test_garbage_gets_an_exit_code_and_no_traceback(seed: int, tmp_path: Path, m
 # -- terminals, disks, packages ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(
     ("arguments", "code", "encoding"),
     [

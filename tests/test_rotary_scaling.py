@@ -110,6 +110,7 @@ def all_logits(model: CompiledModel, ids: list[Tensor]) -> list[Tensor]:
     return list(step.logits.clone().split([len(one) for one in ids]))
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(
     ("family", "scaling"), [*CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in MORE_CASES)]
 )
@@ -395,6 +396,7 @@ def test_kept_keys_beyond_the_trained_positions_need_a_final_length(
             model.step([request])
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("scaling", ["default", "linear", "dynamic", "yarn", "llama3"])
 def test_a_prompt_that_is_too_long_says_which_scaling_takes_it(scaling: str) -> None:
     """The stated factor is enough, and one less is not."""

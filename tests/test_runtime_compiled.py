@@ -161,6 +161,7 @@ def test_a_step_equals_the_reference_model(family: str, lengths: tuple[int, ...]
         assert_step(step, logits)
 
 
+@pytest.mark.some
 def test_a_chunked_step_in_a_small_budget_equals_the_reference_model(family: str) -> None:
     config, reference = FAMILIES[family]
     wide = {"llada": "mlp_hidden_size", "dream": "intermediate_size", "moe": "expert_intermediate_size"}[family]
@@ -190,6 +191,7 @@ def test_logits_of_chosen_rows_are_the_reference_models(family: str) -> None:
         assert_step(step, expected)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_other_dtypes_come_close_to_float32(family: str, dtype: str) -> None:
     config, _ = FAMILIES[family]

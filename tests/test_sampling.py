@@ -324,6 +324,7 @@ def test_a_row_of_minus_infinity_draws_the_first_column() -> None:
     assert case.outputs["sample"].tolist() == [0, 0] == case.outputs["token"].tolist()
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("dtype", OTHERS_SOAK, ids=name_of)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -198,6 +198,7 @@ def test_prompts_of_priority_are_read_first(models: dict[str, CompiledModel]) ->
     assert sorted(range(6), key=lambda number: found[number]) == [2, 5, 1, 0, 3, 4]
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("priority", [0, 2, 5, 1000])
 def test_nobody_waits_for_a_priority_longer_than_it_says(models: dict[str, CompiledModel], priority: int) -> None:
     """Two of three requests have a priority, and a step serves one: beside its turn the third one waits for the priority."""

@@ -135,6 +135,7 @@ def checkpoint(tmp_path: Path) -> Path:
 IDS = torch.randint(0, 63, (17,), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(("scheme", "steps"), [(EIGHT_BITS, 127), (FOUR_BITS, 7)], ids=["8 bits", "4 bits"])
 @pytest.mark.parametrize("config", [{"attention": "together"}, {"attention": "heads", "heads": 1}, {"stream": "all"}])
 def test_a_model_in_a_scheme_equals_plain_pytorch_with_these_weights(

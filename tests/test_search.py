@@ -148,6 +148,7 @@ def budgets(judge: Judge, rng: random.Random) -> Iterator[tuple[int, int]]:
         yield total - rng.choice((0, 0, 1)), rng.choice((0, *hosts)) - rng.choice((0, 0, 1))
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("seed", range(80))
 def test_the_best_of_grids_full_of_ties(seed: int) -> None:
     tables, rng = Tables(seed, apart=True), random.Random(seed)
@@ -164,6 +165,7 @@ def test_the_best_of_grids_full_of_ties(seed: int) -> None:
             assert judge.exact.bytes(least)[0] == judge.floor(host)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("seed", range(60))
 def test_every_step_is_the_one_that_the_method_takes(seed: int) -> None:
     """Also for tables with fastest chunks of any size, so that moves are undone and nested loops traded."""

@@ -112,6 +112,7 @@ def assert_attended(case: Case, y: Tensor, before: Tensor, row_start: int = 0, *
     torch.testing.assert_close(y[~sees], before[~sees], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize(("block", "rows"), [(0, 0), (4, 0), (4, 3), (32, 2)])
 def test_selected_attention(block: int, rows: int, dtype: torch.dtype) -> None:

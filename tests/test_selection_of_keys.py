@@ -192,6 +192,7 @@ def assert_mass(case: Case, found: Tensor, slack: float = 1.0) -> None:
     assert found[~written].isnan().all()
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("statistic", ["mean", "max", "worst"])
 def test_mass_of_keys(statistic: str, dtype: torch.dtype) -> None:

@@ -48,6 +48,7 @@ def split_as(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
     monkeypatch.setattr(prefix_logsumexp, "SPLIT_KEYS", 1)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(
     ("statistic", "dtype", "seeds"),
     [
@@ -105,6 +106,7 @@ def test_mass_of_a_wide_group_in_triton(votes: tuple[int, int], statistic: str) 
     assert_mass(case, run(case, DEVICE)["mass"], slack=2)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(("kind", "ratio", "enough"), TOPS)
 def test_pages_with_the_most_mass_in_triton(kind: str, ratio: float, enough: float) -> None:
     for seed in (7, 3):
@@ -117,6 +119,7 @@ def test_so_many_keys_are_chosen_in_triton() -> None:
         assert run(share_case(ratio, [keys]), DEVICE)["selected"][0, 0] == chosen, ratio
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(
     ("kind", "ratio", "enough", "seed"),
     [
@@ -172,6 +175,7 @@ def test_selected_attention_with_indices_ahead_in_triton(splits: int, monkeypatc
         assert_attended(case, y, torch.full_like(y, float("nan")), triton=True)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(
     ("splits", "dtype", "block", "rows", "seeds"),
     [

@@ -341,6 +341,7 @@ EXPERTS: Final = {
 }  # fmt: skip
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(
     ("model", "config", "debug"),
     [

@@ -106,6 +106,7 @@ def assert_stated(case: Case, found: Tensor, slack: float = 1.0) -> None:
 SEEDS = range(16)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_on_the_cpu(dtype: torch.dtype) -> None:
     for seed in SEEDS:
