@@ -98,11 +98,7 @@ def poisson(submissions: Iterable[Submission], rate: float, seed: int) -> Iterat
 def kinds_of(submissions: Iterable[Submission]) -> list[GenerationConfig]:
     """Return one configuration of each policy and kind of sampling, but those of generators, which a block cache makes."""
     found = {
-        (
-            str(one.config.attention),
-            str(one.config.eviction),
-            one.config.temperature > 0,
-        ): one.config
+        (str(one.config.attention), str(one.config.eviction), one.config.temperature > 0): one.config
         for one in submissions
         if not one.config.block_cache
     }

@@ -52,8 +52,8 @@ class StepMemory:
         self._give_way = give_way
         self.row_bytes: dict[str, int] = {}
         """By pool, the bytes of one row of each state that plans have had; the same in all plans of a model."""
-        self._served: Recent[int, tuple[Plan, tuple[int, ...]]] = Recent(ALTERNATING)
-        """By the `id` of a plan, which is kept alive for it: how often memory and owners had changed at its last commit."""
+        self._served: Recent[tuple[int, ...], Plan] = Recent(ALTERNATING)
+        """Commits that need not be repeated, by `_now`; the plan is kept alive, so its `id` is unique."""
 
     def commit(self, plan: Plan) -> None:
         """Commit a plan's memory beside that of earlier plans. If both do not fit, memory is given back in this order:
@@ -66,8 +66,7 @@ class StepMemory:
         RuntimeMemoryError
             If the device, or the machine, refuses.
         """
-        known = self._served.get(id(plan))
-        if known is not None and known[1] == self._changes():
+        if self._now(plan) in self._served:
             return
         sizes = {name: size for name, size in plan.pools.items() if name != "weights" and (size or name != HOST)}
         self._learn(plan, sizes)
@@ -81,8 +80,7 @@ class StepMemory:
                 make_room()
         else:
             grow()
-        self._served.pop(id(plan), None)
-        self._served.find(id(plan), lambda: (plan, self._changes()))
+        self._served.find(self._now(plan), lambda: plan)
 
     def _leave(self, sizes: Mapping[str, int]) -> None:
         """Give back all memory beyond these bytes."""
@@ -108,9 +106,9 @@ class StepMemory:
         sizes = {table.pool: table.rows * self.row_bytes.get(table.pool, 0) for table in self._tables}
         return {name: sizes[name] for name in self._workspace.committed_bytes() if name in sizes}
 
-    def _changes(self) -> tuple[int, ...]:
-        """How often memory grew or shrank, and rows of each state changed hands."""
-        return self._workspace.changes(), *[table.changes for table in self._tables]
+    def _now(self, plan: Plan) -> tuple[int, ...]:
+        """The key of a commit: the plan, and how often memory grew or shrank and rows of each state changed hands."""
+        return id(plan), self._workspace.changes(), *[table.changes for table in self._tables]
 
     def _learn(self, plan: Plan, pools: Mapping[str, int]) -> None:
         """Note the bytes of one row of each state in a plan; they are the same in all plans of a model."""
@@ -121,12 +119,13 @@ class StepMemory:
                 )
 
     def _holes(self) -> dict[str, Spans]:
-        """Free bytes of each state before its last owned row."""
-        found: dict[str, Spans] = {}
-        for table in self._tables:
-            size = self.row_bytes.get(table.pool, 0)
-            found[table.pool] = [(start * size, end * size) for start, end in table.free]
-        return found
+        """Free bytes of each state that plans have had, before its last owned row."""
+        sizes = self.row_bytes
+        return {
+            table.pool: [(start * sizes[table.pool], end * sizes[table.pool]) for start, end in table.free]
+            for table in self._tables
+            if table.pool in sizes
+        }
 
 
 class HeldValues(Mapping[str, int]):
