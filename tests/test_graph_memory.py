@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
-from types import SimpleNamespace
+from contextlib import closing
 from typing import Any, cast
 
 import pytest
@@ -14,22 +13,16 @@ from compiled_runner import CompiledRunner
 from dropping import CUT
 from fake_cuda import GRANULARITY as UNIT
 from fake_cuda import FakeDriver
-from runtime_helpers import buffer_row
 from test_cut import CONFIG, TENSORS, Sequence
+from test_request_table import CONFIGS, prompt_of
 from test_streams import Capturing, bind, heads, planned, steps_of
 
 import mosaic
-from mosaic.errors import DoesNotFit
+from mosaic.decoding import GenerationConfig, Session, Submission
 from mosaic.planner.plan import Plan
-from mosaic.planner.plan_records import PlanRecords
 from mosaic.registrar import graph as registrar
 from mosaic.runtime.graph_memory import GraphMemory, NoRoom
-from mosaic.runtime.ledger import DeviceLedger
-from mosaic.runtime.state_rows import RowTable
-from mosaic.runtime.step_memory import StepMemory
 from mosaic.runtime.workspace import Workspace
-
-CONTEXT = 100 * UNIT
 
 
 @pytest.fixture
@@ -78,22 +71,28 @@ class Graph:
 
 
 class Engine:
-    """Graph memory within a budget, and what was asked of it."""
+    """Graph memory that is set aside from a budget, and what was asked of it."""
 
     def __init__(self, seed: int, *, keeps: bool = False) -> None:
         self.rng = random.Random(seed)
         self.device = Device(keeps=keeps)
         self.most, self.reserved = self.rng.randint(4, 30) * UNIT, self.rng.randint(0, 6) * UNIT
-        self.others = self.rng.choice((0, 5, 20, 60)) * UNIT  # what the budget has beside context
-        self.ledger = DeviceLedger(CONTEXT + self.others)
-        self.ledger.charge("context", CONTEXT)
+        self.free = self.rng.choice((0, 5, 20, 60)) * UNIT  # what others leave of the budget
+        self.aside = 0
         self.graphs = GraphMemory(
-            self.ledger, self.device.free_bytes, self.device.driver.synchronize,
-            most_bytes=self.most, reserved_bytes=self.reserved,
+            self.device.free_bytes, self.device.driver.synchronize, set_aside=self.set_aside,
+            most_bytes=max(self.most, self.reserved), reserved_bytes=self.reserved,
         )  # fmt: skip
         self.sizes = [self.rng.randint(1, 9) for _ in range(self.rng.randint(2, 14))]
         self.order: list[int] = []  # of the last launch
         self.step: set[int] = set()
+
+    def set_aside(self, num_bytes: int) -> bool:
+        assert num_bytes > self.aside
+        if num_bytes > self.free:
+            return False
+        self.aside = num_bytes
+        return True
 
     @property
     def kept(self) -> set[int]:
@@ -101,8 +100,7 @@ class Engine:
 
     @property
     def bound(self) -> int:
-        workspace = self.ledger.held().get("workspace", 0)
-        return min(self.most, self.reserved + self.others - workspace)
+        return self.reserved + self.aside
 
     def ask(self, key: int) -> bool:
         """Launch the graph of a key, as an executor does; False: it is not kept."""
@@ -124,20 +122,6 @@ class Engine:
         self.graphs.begin()
         self.step.clear()
 
-    def grow(self) -> None:
-        """Let a plan take memory, or give it back."""
-        held = self.ledger.held().get("workspace", 0)
-        self.ledger.release("workspace", held)
-        wanted = self.rng.randint(0, self.others // UNIT) * UNIT
-        try:
-            self.ledger.charge("workspace", wanted)
-        except DoesNotFit:
-            assert self.graphs.held_bytes > self.reserved
-            idle = self.kept - self.step
-            assert self.graphs.give_way() is bool(idle) and self.kept == self.step & self.kept
-            with suppress(DoesNotFit):  # graphs in use stay
-                self.ledger.charge("workspace", wanted)
-
 
 @pytest.mark.some
 @pytest.mark.parametrize("seed", range(60))
@@ -145,11 +129,8 @@ def test_graphs_stay_within_the_bound_and_the_least_recently_used_go(seed: int) 
     engine = Engine(seed)
     for _ in range(120):
         before, held = engine.kept, engine.graphs.held_bytes
-        action = engine.rng.choice(("ask", "ask", "ask", "begin", "grow"))
-        if action == "begin":
+        if engine.rng.random() < 0.3:
             engine.begin()
-        elif action == "grow":
-            engine.grow()
         else:
             key = engine.rng.randrange(len(engine.sizes))
             usual = held // max(len(before - {key}), 1)
@@ -164,21 +145,33 @@ def test_graphs_stay_within_the_bound_and_the_least_recently_used_go(seed: int) 
                 room_for = max(engine.graphs.held_bytes, engine.graphs.held_bytes - size + usual)
                 assert room_for + engine.sizes[last] * UNIT > engine.bound
         assert engine.graphs.held_bytes == sum(engine.sizes[key] for key in engine.kept) * UNIT
-        assert engine.graphs.held_bytes == engine.device.driver.used_bytes <= max(engine.bound, 0)
-        held_by = engine.ledger.held()
-        assert held_by.get("graphs", 0) == engine.graphs.held_bytes
-        assert held_by["context"] == CONTEXT - min(engine.graphs.held_bytes, engine.reserved)
+        assert engine.graphs.held_bytes == engine.device.driver.used_bytes <= engine.bound
+        assert engine.bound == engine.graphs.room_bytes <= max(engine.most, engine.reserved)
+        assert engine.aside <= engine.free
         recent = [other for other in engine.order if other in before | engine.kept]
         assert set(recent[len(recent) - len(engine.kept) :]) == engine.kept
         assert engine.step <= engine.kept and not engine.device.dropped_busy
     engine.graphs.clear()
     assert not engine.kept and not engine.device.driver.used_bytes
-    assert engine.ledger.held()["context"] == CONTEXT and "graphs" not in engine.ledger.held()
+
+
+def test_all_that_graphs_may_take_is_set_aside_when_many_are_expected() -> None:
+    """By doubling, as far as it is granted."""
+    for free, aside in ((1 << 30, 62), (40, 30), (13, 6), (5, 2), (1, 0)):
+        asked = list[int]()
+
+        def granted(num_bytes: int, asked: list[int] = asked, free: int = free) -> bool:
+            asked.append(num_bytes // UNIT)
+            return num_bytes <= free * UNIT
+
+        graphs = GraphMemory(set_aside=granted, most_bytes=64 * UNIT, reserved_bytes=2 * UNIT)
+        graphs.expect()
+        assert graphs.room_bytes == (2 + aside) * UNIT and sorted(set(asked)) == asked
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_driver_that_keeps_memory_of_graphs_that_went_has_it_counted(seed: int) -> None:
-    """Graphs of one size: what one leaves serves the next, and the ledger has what the driver has."""
+    """Graphs of one size: what one leaves serves the next."""
     engine = Engine(seed, keeps=True)
     engine.sizes = [engine.rng.randint(1, 4)] * len(engine.sizes)
     most_kept = 0
@@ -186,9 +179,7 @@ def test_a_driver_that_keeps_memory_of_graphs_that_went_has_it_counted(seed: int
         engine.begin()
         engine.ask(engine.rng.randrange(len(engine.sizes)))
         used = engine.device.driver.used_bytes
-        assert engine.graphs.held_bytes == used
-        assert engine.ledger.held().get("graphs", 0) == min(used, engine.bound)
-        assert used <= max(engine.bound, engine.sizes[0] * UNIT)
+        assert engine.graphs.held_bytes == used <= max(engine.bound, engine.sizes[0] * UNIT)
         assert len(engine.kept) >= most_kept or not engine.kept  # never fewer than there was room for before
         most_kept = len(engine.kept)
     if engine.bound >= engine.sizes[0] * UNIT:
@@ -203,7 +194,7 @@ def test_a_driver_that_keeps_more_than_there_is_room_for_costs_no_other_graphs(s
     for _ in range(60):
         engine.begin()
         engine.ask(engine.rng.randrange(len(engine.sizes)))
-        assert engine.device.driver.used_bytes <= max(engine.bound, 0) + max(engine.sizes) * UNIT
+        assert engine.device.driver.used_bytes <= engine.bound + max(engine.sizes) * UNIT
     few = engine.rng.sample(range(12), min(engine.bound // (5 * UNIT), 12))
     for _ in range(3):
         for key in few:
@@ -234,8 +225,8 @@ class Costly(Capturing):
 
 def test_a_graph_that_went_is_captured_again(workspace: Workspace) -> None:
     """Room for one graph: two executors take turns, and neither result nor ledger shows it."""
-    device, ledger = Device(), DeviceLedger(10 * UNIT)
-    graphs = GraphMemory(ledger, device.free_bytes, device.driver.synchronize, most_bytes=5 * UNIT)
+    device = Device()
+    graphs = GraphMemory(device.free_bytes, device.driver.synchronize, most_bytes=5 * UNIT)
     document, log = planned(heads), Costly(device, 3)
     expected = steps_of(bind(document, workspace), 3)
     executors = [bind(document, workspace, streams=log, capture=True, graphs=graphs) for _ in range(2)]
@@ -244,17 +235,17 @@ def test_a_graph_that_went_is_captured_again(workspace: Workspace) -> None:
         graphs.begin()
         assert all(found.equal(value) for found, value in zip(steps_of(executor, 3), expected, strict=True))
         assert executor.captured and not other.captured
-        assert ledger.held() == {"graphs": 3 * UNIT} and device.driver.used_bytes == 3 * UNIT
+        assert graphs.held_bytes == device.driver.used_bytes == 3 * UNIT
     assert log.captures == 6
     executors[1].drop_graph()
-    assert not ledger.held() and not device.driver.used_bytes and not executors[1].captured
+    assert not graphs.held_bytes and not device.driver.used_bytes and not executors[1].captured
 
 
 def test_a_step_whose_graph_has_no_room_runs_launch_by_launch(
     workspace: Workspace, caplog: pytest.LogCaptureFixture
 ) -> None:
     device = Device()
-    graphs = GraphMemory(DeviceLedger(2 * UNIT), device.free_bytes, device.driver.synchronize)
+    graphs = GraphMemory(device.free_bytes, device.driver.synchronize, most_bytes=2 * UNIT)
     document = planned(heads)
     log = Costly(device, 3)
     executor = bind(document, workspace, streams=log, capture=True, graphs=graphs)
@@ -263,75 +254,6 @@ def test_a_step_whose_graph_has_no_room_runs_launch_by_launch(
     assert log.captures == 1 and not executor.captured and not device.driver.used_bytes
     assert executor.not_captured is not None and "takes 6.00 MiB, there are 4.00 MiB" in executor.not_captured
     assert len(caplog.records) == 1
-
-
-def test_graphs_give_way_to_plans_before_memory_of_earlier_steps_does() -> None:
-    ledger = DeviceLedger(20 * UNIT)
-    ledger.charge("context", 4 * UNIT)
-    device = Device()
-    graphs = GraphMemory(ledger, device.free_bytes, device.driver.synchronize, reserved_bytes=2 * UNIT)
-
-    def plan(**units: int) -> Plan:
-        pools = {name: size * UNIT for name, size in units.items()}
-        return cast(Plan, SimpleNamespace(pools=pools, records=PlanRecords({"buffers": []})))
-
-    with Workspace(ledger, page_bytes=UNIT) as workspace:
-        memory = StepMemory(workspace, (), lambda: None, graphs.give_way)
-        memory.commit(plan(workspace=6))
-        for key in range(4):
-            graphs.begin()
-            graphs.capture(key, lambda: Graph(device, 3))
-        assert ledger.held() == {"context": 2 * UNIT, "workspace": 6 * UNIT, "graphs": 12 * UNIT}
-        graphs.begin()
-        assert graphs.find(1) is not None
-        memory.commit(plan(workspace=9))
-        assert workspace.committed_bytes() == {"workspace": 9 * UNIT}
-        assert ledger.held() == {"context": 2 * UNIT, "graphs": 3 * UNIT, "workspace": 9 * UNIT} and 1 in graphs
-        assert not graphs.give_way()
-        with pytest.raises(DoesNotFit):
-            memory.commit(plan(workspace=17))
-        graphs.begin()
-        memory.commit(plan(workspace=16))
-        assert ledger.held() == {"context": 4 * UNIT, "workspace": 16 * UNIT} and device.driver.used_bytes == 0
-        for _ in range(2):  # captured again, it takes the place of what it was
-            graphs.capture(5, lambda: Graph(device, 2))
-            assert graphs.held_bytes == device.driver.used_bytes == 2 * UNIT
-        graphs.begin()
-        assert not graphs.give_way() and 5 in graphs  # what is reserved is in every plan
-        graphs.close()
-        assert 5 not in graphs and ledger.held()["context"] == 4 * UNIT
-
-
-def test_rows_of_nobody_give_way_to_graphs_and_to_plans_before_graphs_do() -> None:
-    ledger, device, table = DeviceLedger(20 * UNIT), Device(), RowTable("kv")
-    ledger.charge("context", 2 * UNIT)
-    state = buffer_row("kv", "state", (9, UNIT), "uint8")
-
-    def plan(**units: int) -> Plan:
-        pools = {name.replace("_", "/"): size * UNIT for name, size in units.items()}
-        return cast(Plan, SimpleNamespace(pools=pools, records=PlanRecords({"buffers": [state]})))
-
-    with Workspace(ledger, page_bytes=UNIT) as workspace:
-        memory = StepMemory(workspace, (table,), lambda: None, lambda: graphs.give_way())
-        graphs = GraphMemory(
-            ledger, device.free_bytes, device.driver.synchronize, make_room=memory.give_idle_back, most_bytes=5 * UNIT
-        )
-        for _ in range(2):
-            with table.open() as owned:
-                owned.reserve(8)
-                memory.commit(plan(workspace=6, state_kv=8))
-                changes = workspace.changes()
-        assert workspace.changes() == changes  # the second time, all was there
-        assert workspace.committed_bytes() == {"workspace": 6 * UNIT, "state/kv": 8 * UNIT}  # kept for the next
-        graphs.capture("small", lambda: Graph(device, 3))
-        assert workspace.committed_bytes() == {"workspace": 6 * UNIT, "state/kv": 0}
-        with table.open() as owned:
-            owned.reserve(8)
-            memory.commit(plan(workspace=6, state_kv=8))
-        graphs.begin()
-        memory.commit(plan(workspace=9))
-        assert ledger.held() == {"context": 2 * UNIT, "workspace": 9 * UNIT, "graphs": 3 * UNIT} and "small" in graphs
-        graphs.close()
 
 
 def test_each_step_begins_once_and_reports_what_graphs_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,8 +265,8 @@ def test_each_step_begins_once_and_reports_what_graphs_hold(monkeypatch: pytest.
             begun.append(self)
             super().begin()
 
-    def opened(ledger: DeviceLedger, of: torch.device, **options: Any) -> GraphMemory:
-        made.append(Watched(ledger, device.free_bytes, device.driver.synchronize, **options))
+    def opened(plan: Plan, budget: int, of: torch.device, set_aside: Callable[[int], bool]) -> GraphMemory:
+        made.append(Watched(device.free_bytes, device.driver.synchronize, set_aside=set_aside))
         return made[-1]
 
     monkeypatch.setattr("mosaic.runtime.engine.graph_memory", opened)
@@ -358,15 +280,72 @@ def test_each_step_begins_once_and_reports_what_graphs_hold(monkeypatch: pytest.
             model.step([request])
             assert begun[before:] == [graphs]
             graphs.capture(step, lambda: Graph(device, 3))
-            assert graphs.held_bytes == model.workspace.ledger.held()["graphs"] == model.memory().graph_bytes
+            assert graphs.held_bytes == model.memory().graph_bytes <= model.workspace.ledger.held()["graphs"]
             assert "in captured graphs" in str(model.memory())
-        assert graphs.held_bytes == 9 * UNIT and graphs.give_way() and 2 in graphs and 1 not in graphs
+        assert graphs.held_bytes == 9 * UNIT and all(step in graphs for step in range(3))
         before = len(begun)
         program(x=torch.ones(3, 2))
         assert begun[before:] == [other] and "graphs" not in str(program.memory())
         sequence.close()
         model.close()
         assert 2 not in graphs and not device.driver.used_bytes
+
+
+class Counted:
+    """Takes bytes of a device whose driver never gives them back, with its launch."""
+
+    def __init__(self, used: list[int], num_bytes: int) -> None:
+        self._used, self._bytes = used, num_bytes
+
+    def replay(self) -> None:
+        self._used.append(self._bytes)
+
+
+@pytest.mark.some
+@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.parametrize("warm", [False, True])
+def test_graphs_take_nothing_from_those_who_were_admitted(
+    seed: int, warm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor from those for whom the session is warm; who comes later has what they leave."""
+    rng, used, made, refused = random.Random(seed), list[int](), list[GraphMemory](), [0]
+
+    def opened(plan: Plan, budget: int, of: torch.device, set_aside: Callable[[int], bool]) -> GraphMemory:
+        made.append(GraphMemory(lambda: (1 << 50) - sum(used), set_aside=set_aside, most_bytes=5 << 19))
+        return made[-1]
+
+    def submitted(session: Session) -> bool:
+        way = {"gen_length": 8, "stop_at_eos": False, "steps": 2}
+        asked = Submission(prompt=prompt_of(rng.randrange(8, 500)), config=GenerationConfig(**way))
+        if admitted := session.admits(asked):
+            session.submit_all([asked])
+        return admitted
+
+    monkeypatch.setattr("mosaic.runtime.engine.graph_memory", opened)
+    config = CONFIGS["sdar"]
+    with mosaic.compile(config, seed=3, host_budget=0, budget="4MiB") as model, model.session() as session:
+        (graphs,) = made
+        foreseen = session.warm(GenerationConfig(gen_length=8), requests=64, tokens=512) if warm else 0
+        for turn in range(60):
+            room = graphs.room_bytes
+            while rng.random() < 0.97 and submitted(session):
+                pass
+            try:
+                graphs.begin()
+                graphs.capture(turn, lambda: cast(Any, Counted(used, rng.choice([0, 1 << 16, 1 << 17]))))
+            except NoRoom:
+                refused[0] += 1
+            if session.live:
+                session.advance()
+            assert graphs.room_bytes >= room
+            assert model.workspace.ledger.committed_bytes <= 4 << 20
+        for _ in range(foreseen - len(session.live)):
+            asked = Submission(prompt=prompt_of(504), config=GenerationConfig(gen_length=8))
+            assert session.admits(asked)
+            session.submit_all([asked])
+        while session.live:
+            session.advance()
+    assert sum(used) and refused[0]
 
 
 def double(g: registrar.Graph) -> None:

@@ -172,32 +172,33 @@ def test_rows_are_somebodys_or_free_wherever_it_strikes(strikes: Strikes) -> Non
     check_last()
 
 
-def test_the_ledger_has_what_graphs_hold_wherever_it_strikes(strikes: Strikes) -> None:
-    device, made = Device(), list[tuple[DeviceLedger, GraphMemory]]()
+def test_what_is_set_aside_is_what_graphs_may_hold_wherever_it_strikes(strikes: Strikes) -> None:
+    device, made, aside = Device(), list[GraphMemory](), [0]
+
+    def set_aside(num_bytes: int) -> bool:
+        aside[0] = num_bytes
+        return True
 
     def again() -> None:
-        for ledger, graphs in made[-1:]:
-            assert ledger.held()["context"] + min(ledger.held().get("graphs", 0), 2 * PAGE) == 4 * PAGE
-            assert graphs.held_bytes == device.driver.used_bytes
+        for graphs in made[-1:]:
+            assert graphs.held_bytes == device.driver.used_bytes <= graphs.room_bytes == 2 * PAGE + aside[0]
             graphs.close()
-            assert ledger.held() == {"context": 4 * PAGE} and not device.driver.used_bytes
-        ledger = DeviceLedger(20 * PAGE)
-        ledger.charge("context", 4 * PAGE)
+            assert not device.driver.used_bytes
+        aside[0] = 0
         made.append(
-            (ledger, GraphMemory(ledger, device.free_bytes, device.driver.synchronize, reserved_bytes=2 * PAGE))
+            GraphMemory(device.free_bytes, device.driver.synchronize, set_aside=set_aside, reserved_bytes=2 * PAGE)
         )
         for key in range(2):
-            made[-1][1].capture(key, lambda: Graph(device, 3))
-        made[-1][1].begin()
+            made[-1].capture(key, lambda: Graph(device, 3))
+        made[-1].begin()
 
     def change() -> None:
-        made[-1][1].capture(2, lambda: Graph(device, 5))
-        made[-1][1].drop(1)
-        made[-1][1].give_way()
+        made[-1].capture(2, lambda: Graph(device, 5))
+        made[-1].drop(1)
 
-    assert strikes.at_each_line(graph_memory, change, again) > 40
+    assert strikes.at_each_line(graph_memory, change, again) > 30
     again()
-    made[-1][1].close()
+    made[-1].close()
     assert not device.dropped_busy
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,11 +46,18 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         yield found
 
 
-def come_and_go(session: Session, rng: random.Random, count: int, most: int, tokens: int) -> None:
+def come_and_go(
+    session: Session,
+    rng: random.Random,
+    count: int,
+    most: int,
+    tokens: int,
+    configs: Sequence[GenerationConfig] = (GREEDY, DRAWN),
+) -> None:
     """Random requests of at most so many positions, some of which are cancelled."""
     while count or session.live:
         while count and len(session.live) < most and rng.random() < 0.6:
-            config = rng.choice([GREEDY, DRAWN])
+            config = rng.choice(configs)
             length = rng.randrange(1, tokens - config.gen_length)
             session.submit(prompt_of(length), config, steps=rng.randint(1, 4))
             count -= 1

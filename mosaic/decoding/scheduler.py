@@ -21,18 +21,20 @@ import numpy as np
 from mosaic.decoding.expected import counted, go_on
 from mosaic.decoding.groups import Groups, bits
 from mosaic.decoding.prompts import is_integer
+from mosaic.decoding.ready import Substitutes
 from mosaic.decoding.rows import RULE, demand_of
+from mosaic.decoding.rungs import COARSE, SHARES, below, rung, rungs
 from mosaic.decoding.tabled import ServedSteps
 from mosaic.errors import UsageError
 from mosaic.kernels.shared.requests import asked_of, turns, wanted
 from mosaic.models.parts import KEPT, REQUESTS
 from mosaic.models.phase import Phase, shared_phase
 from mosaic.models.policies.policy import with_parts
-from mosaic.models.step import StepSize, bucket
+from mosaic.models.step import StepSize
 from mosaic.registrar.operators.pack_requests import PATIENCE
 from mosaic.registrar.request_table import ALL_ONES, Column, Reported
 from mosaic.runtime.interrupts import interrupts_held
-from mosaic.runtime.request_table import KEPT_STEPS, Room
+from mosaic.runtime.request_table import KEPT_STEPS, Room, Shape
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,13 +50,13 @@ __all__ = ["DELAY_MS", "MOST_TOKENS", "Scheduler"]
 
 MOST_TOKENS: Final = 8192
 DELAY_MS: Final = 50.0
-SHARES: Final = 8
-"""Rungs between a number of blocks and twice as many."""
 FORESEEN_EXTENTS: Final = 4
 """Extents of keys that warm steps have room for, for each request: of 64 to 256 random requests that come and go, 3.5 at most."""
 SLOWER: Final = 1.25
 SLOWEST: Final = 4.0
 """How much longer steps with prompts beside blocks take than their plans say, until one was timed, and at most."""
+PACE: Final = 1.5
+"""How much longer a step with prompts may take than its blocks alone: more only if more prompts wait than blocks run."""
 AHEAD: Final = 2
 """Steps that are launched before the first of them is read, on a device."""
 
@@ -97,7 +99,8 @@ class Scheduler:
         self._waiting: deque[TabledRequest] = deque()
         self._kinds = Counter[_Kind]()
         self._warm: dict[_Kind, None] = {}
-        self._groups = Groups()
+        self._foreseen: list[Room] = []
+        self._groups, self._substitutes = Groups(), Substitutes(table, most_tokens)
         self._deciding = self._decided = 0
         self._slower, self._arrived = (SLOWER if runner.asynchronous else 1.0), 0.0
         self._served: ServedSteps | None = None
@@ -115,6 +118,10 @@ class Scheduler:
     def admits(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> bool:
         """Return whether steps fit that serve all live requests and these at once, once `more` rows of states are taken."""
         return all(self._table.admits(room, more) for room in self._shared(rows))
+
+    def stands(self) -> bool:
+        """Return whether the steps of all live requests, and of those that were foreseen, fit."""
+        return self.admits((), {}) and all(map(self._table.fits, self._foreseen))
 
     def outlook(self, rows: Sequence[TableRow], more: Mapping[State, int]) -> tuple[int | None, str]:
         """Return `room_in`, and say so, or what one request alone would have to be."""
@@ -213,6 +220,7 @@ class Scheduler:
 
     def foresee(self, rows: Sequence[TableRow], requests: int) -> int:
         """Plan steps from now on for `requests` requests like any of these, or as many as fit; return how many do."""
+        self._table.expect_graphs()
         for row in rows:
             self._warm |= {kind._replace(tokens=kind.block): None for kind in self._kinds_of(row)}
         demand: dict[State, int] = {}
@@ -229,40 +237,46 @@ class Scheduler:
             return all(self.admits([row] * count, more(count)) for row in rows)
 
         most = bisect_left(range(1, requests + 1), True, key=lambda count: not fits(count))
-        for row in rows if most else ():
-            for room in self._shared([row] * most):
-                self._table.cover(room, room, more(most))
+        self._foreseen = [room for row in rows if most for room in self._shared([row] * most)]
+        for room in self._foreseen:
+            self._table.cover(room, room, more(most))
         while len(self._table.columns) < most and self._grow():
             pass
         return most
 
-    def ladder(self, rows: Sequence[TableRow], requests: int) -> list[tuple[Room, int, bool, int | None]]:
-        """Return the steps that so many requests like these may need, or if they are more, `KEPT_STEPS` spread over all sizes.
+    def ladder(self, rows: Sequence[TableRow], requests: int) -> list[tuple[Shape, int | None]]:
+        """Return the steps that so many requests like these may need, with the size of the second graph of cut ones.
 
-        Each is a room, bits of groups, whether it is marked, and the size of the second graph.
+        If they are more than `KEPT_STEPS`, they have fewer rungs: others have substitutes.
         """
-        rooms = {
-            room: (groups, marked) for room, groups, marked in self._rooms(rows, requests) if self._table.fits(room)
-        }
-        found = [
-            (room, groups, marked, kept) for room, (groups, marked) in rooms.items() for kept in self._table.kept(room)
-        ]
-        return found[:: max(-(-len(found) // KEPT_STEPS), 1)]
+        share = SHARES
+        while len(found := [*self._rungs(rows, requests, share)]) > KEPT_STEPS and share > 1:
+            share //= 2
+        return found[:: -(-len(found) // KEPT_STEPS)]
 
-    def _rooms(self, rows: Sequence[TableRow], requests: int) -> Iterator[tuple[Room, int, bool]]:
-        """Give the rooms of these steps, the largest first, with bits of groups, and whether each is marked."""
+    def _rungs(self, rows: Sequence[TableRow], requests: int, share: int) -> Iterator[tuple[Shape, int | None]]:
+        for shape in dict.fromkeys(self._shapes(rows, requests, share)):
+            if self._table.fits(shape.room):
+                kept = self._table.kept(shape.room)
+                yield from ((shape, size) for size in kept[:: -SHARES // share])
+
+    def _shapes(self, rows: Sequence[TableRow], requests: int, share: int) -> Iterator[Shape]:
+        """Give these steps, the largest first. Prompts come in steps of group 0 alone, and fill them."""
         longest = max(row.length for row in rows)
         for groups in self._groups.shared([*dict.fromkeys(kind.group for kind in self._warm)]):
             kinds = self._beside(groups, [kind for kind in self._kinds if kind.group in groups])
             needed, block, own_rows = _needed(kinds)
-            marks = any(row.marks for row in rows if self.group_of(row) in groups)
-            most = max(needed, longest, min(requests * longest, self._most(block)))
+            mine = [row for row in rows if self.group_of(row) in groups]
+            one = longest if groups == (0,) else max(needed, *(row.most_tokens for row in mine))
+            most = max(needed, one, min(requests * one, self._most(block)))
+            marks = any(row.marks for row in mine)
             for marked in (True,) if self._groups.mixes(groups) else (False, True)[: 1 + marks]:
                 phase, blocks = _phase(kinds, marked=marked), self._rung(most, block)
                 while blocks:
                     for room in Room.ladder(phase, requests, blocks, block, own_rows):
-                        yield room, bits(groups), marked
-                    blocks = _below(blocks)
+                        if room.windows > 1 or room.tokens <= self._rung(one, block) * block:
+                            yield Shape(room, bits(groups), marked)
+                    blocks = below(blocks, share)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -354,17 +368,17 @@ class Scheduler:
         columns = self._expected()
         asked = wanted(columns)
         for groups in (choices := self._groups.choices(asked)):
-            room, marked = self._room_of(columns, asked, groups)
-            if groups == choices[-1] or self._table.fits(room):
+            shape = self._shape_of(columns, asked, groups)
+            if groups == choices[-1] or self._table.fits(shape.room):
                 break
         else:
             return False
-        self._table.launch(room, bits(groups), marked=marked)
+        self._table.launch(shape)
         self._groups.served(groups)
         return True
 
-    def _room_of(self, columns: NDArray[np.int64], asked: Wanted, groups: tuple[int, ...]) -> tuple[Room, bool]:
-        """The room of a step for some groups, and whether it is marked."""
+    def _shape_of(self, columns: NDArray[np.int64], asked: Wanted, groups: tuple[int, ...]) -> Shape:
+        """The step for some groups: with room for as many tokens and rows to decide as are asked for, fit, and delay nobody."""
         asks = asked.running & asked_of(asked, bits(groups))
         length = asked.length
         decides, fills = asks & ~asked.fills, asks & asked.fills
@@ -377,9 +391,37 @@ class Scheduler:
         least = max(first, min(max(deciding, usual), self._most(block)))
         most = max(least, min(deciding + prompts, self._most(block)))
         marked = self._groups.mixes(groups) or bool(asked.marked[decides].any())
-        asking = partial(Room.of, _phase(kinds, marked=marked), int(asks.sum()))
-        room = self._room(asking, first, least, most, rows, kinds, several=deciding > 0 and prompts > 0)
-        return room, marked
+        phase, served = _phase(kinds, marked=marked), bits(groups)
+        fewest, blocks, own = (self._rung(tokens, block) for tokens in (first, most, least))
+        alone = Room.of(phase, 1, fewest, block, own_rows)
+        asking = partial(Room.of, phase, int(asks.sum()), block=block, rows=rows)
+        table = self._table
+        table.cover(alone, asking(blocks=own))
+        if alone.tokens > self._most_tokens:  # what its rung has left is nobody's: the limit is for all but one
+            return Shape(alone, served, marked)
+        while not table.fits(asking(blocks=blocks)):
+            if blocks <= fewest:
+                return Shape(alone, served, marked)
+            blocks = max(below(blocks), fewest)
+        limit_ms = math.inf
+        if deciding and prompts:
+            pace = 1 + np.add.reduce(fills) / np.add.reduce(decides)
+            blocks, limit_ms = self._beside_blocks(asking, min(own, blocks), blocks, max(PACE, math.ceil(2 * pace) / 2))
+        return self._substitutes.of(Shape(asking(blocks=blocks), served, marked), min(own, blocks), limit_ms)
+
+    def _beside_blocks(self, asking: Callable[..., Room], own: int, most: int, pace: float) -> tuple[int, float]:
+        """As many blocks as delay nobody too long, from `own` to `most`; and how long their step may take, as predicted."""
+        table = self._table
+
+        def ms(blocks: int) -> float:  # a smaller step may take more memory than a larger one
+            room = asking(blocks=blocks)
+            return table.predicted_ms(room) if table.fits(room) else math.inf
+
+        slower = math.ceil(4 * self._slower) / 4  # by quarters, so that few sizes of step serve
+        alone_ms = ms(own)
+        limit_ms = max(min(self._delay_ms / slower, pace * alone_ms), alone_ms)
+        found = rungs(own, most, COARSE)
+        return found[max(bisect_right(found, limit_ms, key=ms) - 1, 0)], limit_ms
 
     def _knows(self, columns: NDArray[np.int64]) -> bool:
         """Whether it is known what these will ask for: nothing is in flight, or their steps decide a number of tokens."""
@@ -408,41 +450,14 @@ class Scheduler:
         )
         return True
 
-    def _room(
-        self, asking: Callable[[int, int, int], Room], first: int, least: int, most: int, rows: int,
-        kinds: Collection[_Kind], *, several: bool,
-    ) -> Room:  # fmt: skip
-        """The room of the next step: for as many tokens and rows to decide as are asked for, fit, and delay nobody too long."""
-        table, (_, block, own_rows) = self._table, _needed(kinds)
-        fewest, blocks, own = (self._rung(tokens, block) for tokens in (first, most, least))
-        alone = Room.of(asking(fewest, block, own_rows).phase, 1, fewest, block, own_rows)
-        table.cover(alone, asking(own, block, rows))
-        if alone.tokens > self._most_tokens:  # what its rung has left is nobody's: the limit is for all but one
-            return alone
-        while blocks > fewest and not table.fits(asking(blocks, block, rows)):
-            blocks = max(_below(blocks), fewest)
-        if blocks <= fewest and not table.fits(asking(blocks, block, rows)):
-            return alone
-        if several:
-
-            def ms(rung: int) -> float:  # a smaller step may take more memory than a larger one
-                room = asking(rung, block, rows)
-                return table.predicted_ms(room) if table.fits(room) else math.inf
-
-            slower = math.ceil(4 * self._slower) / 4  # by quarters, so that few sizes of step serve
-            limit = max(self._delay_ms / slower, ms(min(own, blocks)))
-            rungs = _rungs(own, blocks)
-            blocks = rungs[max(bisect_right(rungs, limit, key=ms) - 1, 0)]
-        return asking(blocks, block, rows)
-
     def _most(self, block: int) -> int:
         """Tokens of a step of whole blocks, unless one request alone needs more."""
         return self._most_tokens // block * block
 
     def _rung(self, tokens: int, block: int) -> int:
         """Blocks that hold so many tokens, rounded up by at most an eighth; beyond `_most` only if the tokens are."""
-        rung, most = bucket(-(-tokens // block), share=SHARES), self._most(block)
-        return rung if tokens > most else min(rung, most // block)
+        blocks, most = rung(-(-tokens // block)), self._most(block)
+        return blocks if tokens > most else min(blocks, most // block)
 
 
 def _needed(kinds: Collection[_Kind]) -> tuple[int, int, int]:
@@ -469,25 +484,3 @@ def _phase(kinds: Collection[_Kind], *, marked: bool) -> Phase:
     """The kind of step that serves all of these."""
     phase = shared_phase([kind.phase for kind in kinds])
     return with_parts(phase, cache=phase.cache.covering) if marked else phase
-
-
-def _rungs(least: int, most: int) -> list[int]:
-    """The rungs from one to another, ascending.
-
-    >>> _rungs(15, 20)
-    [15, 16, 18, 20]
-    """
-    found = [most]
-    while found[-1] > least:
-        found.append(max(_below(found[-1]), least))
-    return found[::-1]
-
-
-def _below(blocks: int) -> int:
-    """The next lower rung.
-
-    >>> [_below(blocks) for blocks in (2, 16, 18, 128)]
-    [1, 15, 16, 120]
-    """
-    step = 1 << max((blocks - 1).bit_length() - SHARES.bit_length(), 0)
-    return (blocks - 1) // step * step

@@ -136,8 +136,8 @@ class Session(ClosesOnExit):
     ) -> int:
         """Plan, compile and capture the steps that requests of a table may need, before they come; they take a minute or two.
 
-        Afterwards none of so many requests waits for a plan, a kernel, a capture or memory, whenever they come and go. If configs
-        need more than 512 steps, that many are spread over all sizes. All requests take steps that serve every warm config.
+        Afterwards none of so many requests waits for a plan, a kernel, a capture or memory, whenever they come and go. Steps
+        are 512 at most: if configs need more, there are fewer sizes. All requests take steps that serve every warm config.
 
         Parameters
         ----------
@@ -181,10 +181,10 @@ class Session(ClosesOnExit):
                 more = demand_of(rows[0], table.holes)
                 self._runner.check(scheduler.sizes(rows, more), more=more)  # says what is missing
             ladder = scheduler.ladder(rows, count)
-        for number, (room, groups, marked, kept) in enumerate(ladder, start=1):
-            progress(f"step {number} of {len(ladder)}: {room.tokens:,} tokens, {room.rows:,} rows to decide")
+        for number, (shape, kept) in enumerate(ladder, start=1):
+            progress(f"step {number} of {len(ladder)}: {shape.room}")
             with interrupts_held(), self._runner.exclusive(), interrupts_let_through():
-                table.rehearse(room, groups, kept, marked=marked)
+                table.rehearse(shape, kept)
         with interrupts_held(), self._runner.exclusive():
             table.rest()
             table.freeze()

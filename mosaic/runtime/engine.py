@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -13,8 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from mosaic.devices import GRAPH_BYTES
-from mosaic.errors import RuntimeMemoryError, UsageError
+from mosaic.errors import DoesNotFit, RuntimeMemoryError, UsageError
 from mosaic.models.state import State
 from mosaic.models.step import MAX_TOKENS, StepSize
 from mosaic.runtime.executor import Debug, Executor
@@ -41,11 +40,15 @@ if TYPE_CHECKING:
     from mosaic.planner.plan_records import PlanRecords
     from mosaic.planner.planner import Planner, SizedStep
 
-KEPT_EXECUTORS: Final = 512
-"""Executors that are kept, such as those of a session's ladder of steps: they take host memory only. The bytes of their graphs are
-bounded by `GraphMemory`."""
+KEPT_EXECUTORS: Final = 1024
+"""Executors that are kept, such as those of a session's ladder, two where steps are cut: they take host memory only. The bytes of
+their graphs are bounded by `GraphMemory`."""
 KEPT_SIZES: Final = 256
 """Remembered sizes of two-graph steps all of whose graphs have plans."""
+MAKING_MS: Final = 150.0
+"""What it takes to plan a step of some 8B parameters, to bind it, and to capture it: it stops whoever waits for it."""
+SLOWER: Final = 1.5
+"""How much longer a step that is ready takes, at most, than one that would have to be made."""
 CAPTURED_MS: Final = 500.0
 """Longest predicted step, in milliseconds, that is captured: a longer step hides its launches behind its kernels."""
 _log = logging.getLogger(__name__)
@@ -126,6 +129,7 @@ class Engine:
         self._open = True
         self._tables: dict[State, RowTable] = {}
         self._fresh: dict[State, list[Span]] = {}  # of a poisoned model: rows handed out since the last step
+        self._lost: Recent[Hashable, float] = Recent(KEPT_SIZES)
         self._planned, self._counted = Recent[Hashable, bool](KEPT_SIZES), HostCopy()
         self.shared = WeakSet[SharedSizes]()
         self.held = HeldValues()
@@ -137,15 +141,11 @@ class Engine:
         self.plans = StepPlans(planner, config)
         plan = self.plans.exact(first)
         self.current, self.turns = plan, Turns(self.device)
+        self._running = first
         self._streams = shared_streams(self.device.index) if self._on_cuda else None
         self.workspace = open_workspace(planner)
-        self._memory = StepMemory(
-            self.workspace, self._tables.values(), self._handed_out.empty, lambda: self._graphs.give_way()
-        )
-        self._graphs = graph_memory(
-            self.workspace.ledger, self.device, make_room=lambda: self._memory.give_idle_back(self.current),
-            reserved_bytes=min(GRAPH_BYTES, plan.components["context"]),
-        )  # fmt: skip
+        self._memory = StepMemory(self.workspace, self._tables.values(), self._handed_out.empty)
+        self._graphs = graph_memory(plan, planner.budget_bytes, self.device, self._set_aside)
         self.weights = WeightStore(planner, self.workspace, self.device, seed=seed)
         try:
             for fixed in ("context", "library"):
@@ -232,16 +232,22 @@ class Engine:
             If the step reads a carry that was not written before, or an input is missing.
         """
         self._graphs.begin()
+        self._running = step.size
         return self._run(step, config) if step.size.bucketed is None else self._run_two(step, config)
+
+    def is_ready(self, step: PackedStep) -> bool:
+        """Whether a step is bound and captured; of one of two graphs, the first."""
+        bound = self._bound.get(((step if step.size.bucketed is None else step.graph()).key, None))
+        return bound is not None and bound[1].is_ready
 
     def rehearse(self, step: PackedStep, kept: int | None) -> None:
         """Run a step that serves nobody, the second graph of a cut one at a size, until its graphs are bound and captured."""
         graphs = [step] if kept is None else [step.graph(), step.graph(kept)]
         for _ in range(2 if self._on_cuda else 1):  # the second run captures
-            bound = [self._bound.get((graph.key, None)) for graph in graphs]
-            if all(found is not None and found[1].is_ready for found in bound):
+            if all(map(self.is_ready, graphs)):
                 break
             self._graphs.begin()
+            self._running = step.size
             for graph in graphs:
                 self._run(graph, None)
 
@@ -328,7 +334,20 @@ class Engine:
             kept = buckets[0]  # the only bucket holds all rows
         else:
             kept = how.bucket(int(self._counted.start([first.outputs[how.count]]).wait()[0]), buckets)
+            kept = kept if config or self.planner.program is not None else self._ready_instead(step, kept)
         return self._run(step.graph(kept), config)
+
+    def _ready_instead(self, step: PackedStep, kept: int) -> int:
+        """A size of the second graph that is ready, and holds as much, until it has cost what making the right one would."""
+        near = (size for size in step.buckets if kept <= size <= SLOWER * kept)
+        ready = next((size for size in near if self.is_ready(step.graph(size))), kept)
+        if ready > kept:
+            plan, _ = self._bound[step.graph(ready).key, None]
+            lost = self._lost[step.key, kept] = (
+                self._lost.get((step.key, kept), 0.0) + (1 - kept / ready) * plan.predicted_step_ms
+            )
+            ready = ready if lost < MAKING_MS else kept
+        return ready
 
     def _require_all(self, size: SizedStep, config: Settings | None) -> bool:
         """Make sure that all graphs of a step have plans before any of them runs. A given setting must belong to one of
@@ -345,6 +364,36 @@ class Engine:
         return True
 
     # --- memory ---------------------------------------------------------------------------------------------------
+
+    def expect_graphs(self) -> None:
+        """Set memory of the budget aside for the graphs of many steps."""
+        self._graphs.expect()
+
+    def _set_aside(self, graph_bytes: int) -> bool:
+        """Set so much of the budget aside for captured graphs, if the step in progress, and all that was admitted or foreseen, fit
+        beside it; return whether they do."""
+        before = self.plans.aside_bytes
+        self.plans.set_aside(graph_bytes)
+        if self._all_fit():
+            self._memory.give_idle_back(self.current)
+            with suppress(DoesNotFit):
+                self.workspace.ledger.charge("graphs", graph_bytes - before)
+                for key in [
+                    key for key, (plan, _) in self._bound.items() if plan.total_bytes > self.plans.planner.budget_bytes
+                ]:
+                    self._bound.pop(key)[1].drop_graph()
+                return True
+        self.plans.set_aside(before)
+        return False
+
+    def _all_fit(self) -> bool:
+        sizes = next(iter(self.shared)).beside([], rows=True) if self.shared else []
+        tables = [one.table for one in self.shared if one.table is not None]
+        return (
+            all(map(self.plans.fits_exactly, self._running.graphs))
+            and self.plans.fits(self.scattered(sizes), self.states)
+            and all(table.stands() for table in tables)
+        )
 
     def trim(self) -> None:
         """Give back memory that neither the last step nor owners of rows need. Outputs that are lent are emptied."""
@@ -372,7 +421,7 @@ class Engine:
             planned={name: planned.get(name, 0) for name in pools},
             committed={name: committed.get(name, 0) for name in pools},
             resident={name: resident.get(name, 0) for name in pools},
-            budget_bytes=self.current.budget_bytes,
+            budget_bytes=self.planner.budget_bytes,
             graph_bytes=self._graphs.held_bytes,
             in_use=in_use() if self._on_cuda else None,
         )

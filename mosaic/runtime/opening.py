@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from mosaic.devices import GRAPH_BYTES
 from mosaic.errors import MissingExtra, PlanFormatError, UsageError
 from mosaic.registrar.operators.kv_attention import HOPPER
-from mosaic.runtime.graph_memory import GraphMemory
+from mosaic.runtime.graph_memory import MOST_BYTES, SHARE, GraphMemory
 from mosaic.runtime.ledger import DeviceLedger
 from mosaic.runtime.page_pool import PagePool
 from mosaic.runtime.streams import shared_streams
@@ -20,6 +21,7 @@ from mosaic.runtime.workspace import Workspace
 
 if TYPE_CHECKING:
     from mosaic.devices import Device
+    from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner
     from mosaic.registrar.operator import Implementation, Operator
 
@@ -121,16 +123,16 @@ def open_workspace(planner: Planner) -> Workspace:
     return Workspace(pool=CudaPool(driver, ledger, page_bytes=device.page_bytes), host=host)
 
 
-def graph_memory(
-    ledger: DeviceLedger, device: torch.device, *, make_room: Callable[[], None], reserved_bytes: int
-) -> GraphMemory:
-    """Return what counts captured graphs of a device in its ledger."""
+def graph_memory(plan: Plan, budget_bytes: int, device: torch.device, set_aside: Callable[[int], bool]) -> GraphMemory:
+    """Return what keeps the captured graphs of a device; a CPU has none."""
     if device.type == "cpu":
-        return GraphMemory(ledger)
+        return GraphMemory(most_bytes=0)
     shared_streams(device.index).load_for_captures()
+    reserved = min(GRAPH_BYTES, plan.components["context"])
+    left = budget_bytes - sum(plan.components[fixed] for fixed in ("context", "library", "weights"))
     return GraphMemory(
-        ledger, lambda: torch.cuda.mem_get_info(device)[0], lambda: torch.cuda.synchronize(device),
-        make_room=make_room, reserved_bytes=reserved_bytes,
+        lambda: torch.cuda.mem_get_info(device)[0], lambda: torch.cuda.synchronize(device), set_aside=set_aside,
+        most_bytes=min(MOST_BYTES, max(left // SHARE, reserved)), reserved_bytes=reserved,
     )  # fmt: skip
 
 

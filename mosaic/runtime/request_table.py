@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mosaic.runtime.host_copy import Arriving
     from mosaic.runtime.state_rows import OwnedRows
 
-__all__ = ["MOST_ROWS", "ROWS", "Launched", "RequestTable", "Room", "Served"]
+__all__ = ["MOST_ROWS", "ROWS", "Launched", "RequestTable", "Room", "Served", "Shape"]
 
 ROWS: Final = 16
 """Rows that a table begins with; it doubles when all are taken."""
@@ -119,6 +119,9 @@ class Room(NamedTuple):
         """Tokens of the step."""
         return self.blocks * self.block
 
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens, {self.rows:,} rows to decide"
+
 
 def decided(rows: int, tokens: int) -> int:
     """Return the rows to decide that a step of some tokens has room for, of at least `rows`: one of few numbers.
@@ -134,6 +137,14 @@ def decisions(tokens: int) -> list[int]:
     if tokens <= MOST_DOUBLED:  # unembedding them all takes as long as unembedding one
         return [tokens]
     return [-(-tokens * share // DECIDED[-1]) for share in DECIDED]
+
+
+class Shape(NamedTuple):
+    """A step as it is launched: its room, the groups that it serves, by bits, and whether it is marked."""
+
+    room: Room
+    groups: int
+    marked: bool
 
 
 class Launched(NamedTuple):
@@ -178,6 +189,8 @@ class RequestTable:
     planned
         Rows of each state that steps are planned for: those that there are, or were (`cover`). So sizes stay the same while
         requests come and go.
+    ready
+        Steps that ran with these; `is_ready` says whether one still is ready.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -188,10 +201,9 @@ class RequestTable:
         self.columns = np.zeros((ROWS, COLUMNS), dtype=np.int64)
         self.steps = np.zeros(ROWS, dtype=np.int64)
         self.planned: frozenset[tuple[State, int]] = frozenset()
+        self.ready: dict[Shape, _TableStep] = {}
         self._held = dict(self.planned)
-        self._covered: tuple[int, Room, Room] | None = (
-            None  # for which rows of states, by their count of changes, and which step
-        )
+        self._covered: Hashable = None  # for which rows of states, by their count of changes, and which step
         self.tokens, self.confidence = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
         self._free: list[int] = [*range(ROWS - 1, -1, -1)]  # the last is the next one
         self._leaving: deque[tuple[int, int]] = deque()  # rows, and the step before which they are not free
@@ -201,8 +213,8 @@ class RequestTable:
         self.launched: deque[Launched] = deque()
         """Steps that were launched and not read, in order."""
         self._steps: Recent[Hashable, _TableStep] = Recent(KEPT_STEPS)
-        self._predicted: Recent[Hashable, float] = Recent(KEPT_STEPS)
-        self._fitting: Recent[Hashable, bool] = Recent(KEPT_STEPS)
+        self._predicted: Recent[Hashable, float] = Recent(8 * KEPT_STEPS)
+        self._fitting: Recent[Hashable, bool] = Recent(8 * KEPT_STEPS)
         self._count = self._read = self._entered = 0
         self._frozen = False
         self.is_sure = True
@@ -346,8 +358,10 @@ class RequestTable:
 
     def fits(self, room: Room, states: frozenset[tuple[State, int]] | None = None) -> bool:
         """Return whether such a step fits the budget beside rows of states, by default those that are planned for; found once."""
-        asked = room, self.planned if states is None else states
-        return self._fitting.find(asked, lambda: all(map(self._engine.plans.fits_exactly, self.size(*asked).graphs)))
+        asked, planner = (room, self.planned if states is None else states), self._engine.plans.planner
+        return self._fitting.find(
+            (asked, planner), lambda: all(map(self._engine.plans.fits_exactly, self.size(*asked).graphs))
+        )
 
     def admits(self, room: Room, more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> bool:
         """Return whether such a step fits the budget once owners of rows have `gone` and `more` rows of states are taken."""
@@ -362,7 +376,7 @@ class RequestTable:
         If the `wanted` step does not fit beside them, steps go without what is not taken; if it does not fit even so, the `least`
         one has to.
         """
-        asked = self._engine.changes, least, wanted
+        asked = self._engine.changes, self._engine.plans.planner, least, wanted
         if asked == self._covered and not more:
             return
         states, before = self._engine.states_with(more), self._held
@@ -370,14 +384,25 @@ class RequestTable:
             most = {state: max(count, states.get(state, 0)) for state, count in {**states, **before}.items()}
             tried = [*_roundings(most), *_roundings(states)]
             fitting = (found for room in (wanted, least) for found in tried if self.fits(room, found))
-            self.planned = next(fitting, tried[-1])
-            self._held = dict(self.planned)
+            if (found := next(fitting, tried[-1])) != self.planned:
+                self.planned, self._held = found, dict(found)
+                self.ready.clear()
         self._covered = asked  # at last: what is interrupted is done again
 
-    def rehearse(self, room: Room, groups: int, kept: int | None, *, marked: bool) -> None:
+    def expect_graphs(self) -> None:
+        """Set memory aside for graphs, before requests take it."""
+        self._engine.expect_graphs()
+
+    def rehearse(self, shape: Shape, kept: int | None) -> None:
         """Plan, compile and capture a step, which serves nobody; of one that is cut, with this size of its second graph."""
-        self.predicted_ms(room)
-        self._engine.rehearse(self._step(0, 0, groups, marked, room), kept)
+        self.predicted_ms(shape.room)
+        self._engine.rehearse(step := self._step(0, 0, shape), kept)
+        self.ready[shape] = step
+
+    def is_ready(self, shape: Shape) -> bool:
+        """Return whether such a step can be launched without being planned, bound or captured."""
+        step = self.ready.get(shape)
+        return step is not None and self._engine.is_ready(step)
 
     def kept(self, room: Room) -> Sequence[int | None]:
         """Return the sizes of the second graph of such a step: None alone if it is not cut."""
@@ -391,20 +416,20 @@ class RequestTable:
 
         return self._predicted.find(room, predict)
 
-    def launch(self, room: Room, groups: int, *, marked: bool = False) -> None:
-        """Launch a step with this room for some groups, by bits; a marked one also serves those who need it.
-        After one that was interrupted, every step has been read."""
+    def launch(self, shape: Shape) -> None:
+        """Launch a step; a marked one also serves those who need it. After one that was interrupted, every step has been read."""
         started = perf_counter()
         if not self.is_sure:
             self._undo()
         self.is_sure = False
-        step = self._step(self.first, len(self.columns), groups, marked, room)
+        step = self._step(self.first, len(self.columns), shape)
         ran = self._engine.run(step)
         with interrupts_held():
             arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS])
             self._sides.reverse()
-            self.launched.append(Launched(arriving, room, groups, marked, ran, started))
+            self.launched.append(Launched(arriving, *shape, ran, started))
             self._count += 1
+            self.ready[shape] = step
             self.is_sure = True
 
     def _undo(self) -> None:
@@ -414,15 +439,15 @@ class RequestTable:
             at, length = self.columns[number, [Column.CANVAS, Column.LENGTH]].tolist()
             self._unsent.setdefault(number, []).append((CANVAS, at, self.tokens[at : at + length]))
 
-    def _step(self, first: int, count: int, groups: int, marked: bool, room: Room) -> _TableStep:
+    def _step(self, first: int, count: int, shape: Shape) -> _TableStep:
         """The step that looks at `count` rows of the table; made once."""
 
         def make() -> _TableStep:
-            size = self.size(room, self.planned)
-            given = first, count, size.tokens, size.rows, size.extents, groups, int(marked)
+            size = self.size(shape.room, self.planned)
+            given = first, count, size.tokens, size.rows, size.extents, shape.groups, int(shape.marked)
             return _TableStep(size=size, inputs={"room": Numbers(given, "int64", 7)}, table=self)
 
-        return self._steps.find((first, count, groups, marked, room, self.planned), make)
+        return self._steps.find((first, count, shape, self.planned), make)
 
     def send(self) -> None:
         """Write what has entered and left."""
@@ -471,5 +496,5 @@ def _within(states: Mapping[State, int], planned: Mapping[State, int]) -> bool:
 
 
 def _roundings(states: Mapping[State, int]) -> list[frozenset[tuple[State, int]]]:
-    """Rows of states, rounded up by an eighth, so that few sizes serve; by less, where memory is short; and as they are."""
-    return [rounded_states(states), rounded_states(states, share=64), frozenset(states.items())]
+    """Rows of states, rounded up to a power of two, so that few sizes serve; by less, where memory is short; and as they are."""
+    return [*[rounded_states(states, share=share) for share in (1, 8, 64, 512)], frozenset(states.items())]

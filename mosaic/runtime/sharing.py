@@ -24,6 +24,9 @@ class Tabled(Protocol):
     def sizes(self, rows: Sequence[Any], more: Mapping[State, int]) -> Sequence[StepSize]:
         """Return the sizes of these steps."""
 
+    def stands(self) -> bool:
+        """Return whether the steps of all that was admitted, and of all requests that were foreseen, fit."""
+
 
 class SharedSizes:
     """The largest steps that live requests may share, wherever each of them is.

@@ -37,8 +37,6 @@ class StepMemory:
         The owners of the states' rows; tables may be added later.
     before_shrinking
         Called before the pool `workspace` loses memory, to empty views of it.
-    give_way
-        Gives back memory of the budget that no plan needs. It goes before memory of earlier steps does.
     """
 
     def __init__(
@@ -46,10 +44,8 @@ class StepMemory:
         workspace: Workspace,
         tables: Collection[RowTable],
         before_shrinking: Callable[[], None],
-        give_way: Callable[[], object] = lambda: None,
     ) -> None:
         self._workspace, self._tables, self._before_shrinking = workspace, tables, before_shrinking
-        self._give_way = give_way
         self.row_bytes: dict[str, int] = {}
         """By pool, the bytes of one row of each state that plans have had; the same in all plans of a model."""
         self._served: Recent[tuple[int, ...], Plan] = Recent(ALTERNATING)
@@ -57,7 +53,7 @@ class StepMemory:
 
     def commit(self, plan: Plan) -> None:
         """Commit a plan's memory beside that of earlier plans. If both do not fit, memory is given back in this order:
-        pages of states without owned rows, memory of `give_way`, all but the plan's own.
+        pages of states without owned rows, all but the plan's own.
 
         Raises
         ------
@@ -71,7 +67,7 @@ class StepMemory:
         sizes = {name: size for name, size in plan.pools.items() if name != "weights" and (size or name != HOST)}
         self._learn(plan, sizes)
         grow = partial(self._workspace.commit_all, sizes, holes=self._holes())
-        for make_room in (partial(self.give_idle_back, plan), self._give_way, partial(self._leave, sizes)):
+        for make_room in (partial(self.give_idle_back, plan), partial(self._leave, sizes)):
             try:
                 grow()
                 break

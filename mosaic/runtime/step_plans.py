@@ -45,11 +45,16 @@ class StepPlans:
     ----------
     planner
         `asked`, with the weights where they are.
+    aside_bytes
+        Bytes of the budget that plans leave for captured graphs.
     """
 
     def __init__(self, asked: Planner, config: Settings | None) -> None:
-        self.asked = self.planner = asked
-        self.config = config
+        self.asked = self.planner = self._whole = asked
+        self.aside_bytes, self.config = 0, config
+        self._within: dict[
+            int, tuple[Planner, Planner]
+        ] = {}  # by bytes set aside: with the weights where they are, and anywhere
         self._plans: Recent[Hashable, Plan | None] = Recent(KEPT_PLANS)  # None: it does not fit
         self._answers: Recent[Hashable, bool] = Recent(KEPT_ANSWERS)
         self._paying: Recent[Hashable, bool] = Recent(KEPT_PLANS)
@@ -60,6 +65,17 @@ class StepPlans:
         """From now on, plan with the weights where this plan has them; all plans of a program have them there."""
         if self.asked.program is None:
             self.planner = self.asked.with_pinned({"stream": str(plan.config["stream"])})
+            self._within.clear()
+
+    def set_aside(self, num_bytes: int) -> None:
+        """From now on, plan as if the budget had so many bytes less than it has."""
+        if not self._within:
+            self._within[self.aside_bytes] = self.planner, self.asked
+        if num_bytes not in self._within:
+            budget = self._whole.budget_bytes - num_bytes
+            self._within[num_bytes] = self.planner.with_budgets(budget=budget), self.asked.with_budgets(budget=budget)
+        self.planner, self.asked = self._within[num_bytes]
+        self.aside_bytes = num_bytes
 
     def plan(self, step: SizedStep, config: Settings | None = None) -> Plan:
         """Plan with rows and keys rounded up, so that the plan can be reused; if only the exact size fits, plan that.
@@ -172,9 +188,12 @@ class StepPlans:
         )
         where, whose = (" of host memory", "host budget") if on_host else ("", "budget")
         how = "" if settings is None else " as configured"
+        graphs = (
+            f" without {format_bytes(self.aside_bytes)} for captured graphs" if self.aside_bytes and not on_host else ""
+        )
         return DoesNotFit(
             f"{_described(planner, step)} needs {format_bytes(asked)}{where}{how}, the {whose} is "
-            f"{format_bytes(available)}{_way_out(planner, step, settings)}",
+            f"{format_bytes(available)}{graphs}{_way_out(planner, step, settings)}",
             needed_bytes=asked, available_bytes=available,
         )  # fmt: skip
 

@@ -1,0 +1,45 @@
+"""The numbers of blocks that steps of a table have room for: so few that their plans are soon there."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from mosaic.models.step import bucket
+
+__all__ = ["COARSE", "SHARES", "below", "rung", "rungs"]
+
+SHARES: Final = 8
+"""Rungs between a number of blocks and twice as many."""
+COARSE: Final = 2
+"""The same where a step can do with less than it is asked for: prompts beside blocks."""
+
+
+def rung(blocks: int) -> int:
+    """Return the rung of at least so many blocks.
+
+    >>> [rung(blocks) for blocks in (3, 16, 17, 121)]
+    [3, 16, 18, 128]
+    """
+    return bucket(blocks, share=SHARES)
+
+
+def below(blocks: int, share: int = SHARES) -> int:
+    """Return the next lower rung.
+
+    >>> [below(blocks) for blocks in (2, 16, 18, 128)], below(128, share=COARSE)
+    ([1, 15, 16, 120], 96)
+    """
+    step = 1 << max((blocks - 1).bit_length() - share.bit_length(), 0)
+    return (blocks - 1) // step * step
+
+
+def rungs(least: int, most: int, share: int = SHARES) -> list[int]:
+    """Return the rungs from one number of blocks to another, and these, ascending.
+
+    >>> rungs(15, 20), rungs(15, 40, COARSE)
+    ([15, 16, 18, 20], [15, 16, 24, 32, 40])
+    """
+    found = [most]
+    while found[-1] > least:
+        found.append(max(below(found[-1], share), least))
+    return found[::-1]
