@@ -397,7 +397,7 @@ def test_llada_guided(make: Make, temperature: float) -> None:
     assert_same(case, prompt, expected, gen_length=10, **options)
 
 
-@pytest.mark.grid
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k"), [(0.0, 1.0, 0), (0.0, 0.6, 0), (1.0, 1.0, 0), (0.8, 1.0, 0), (0.8, 0.7, 5)]
 )
@@ -422,7 +422,7 @@ def test_dream_draws_positions(make: Make) -> None:
     assert_same(case, prompt, expected, gen_length=12, steps=5, alg="maskgit_plus", alg_temp=0.4, seed=1)
 
 
-@pytest.mark.grid
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("rule", [{"threshold": 0.3}, {"threshold": 1.0}, {"factor": 0.7}, {"factor": 1.0}])
 @pytest.mark.parametrize("cache", [None, "prefix", "dual"])
 @pytest.mark.parametrize("family", ["llada", "dream"])
@@ -464,7 +464,7 @@ PROMPTS = [3, 8, 13, 24]
 """Shorter than a block, whole blocks, and with a tail."""
 
 
-@pytest.mark.grid
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k"), [(0.0, 1.0, 0), (1.0, 1.0, 0), (0.7, 1.0, 0), (1.0, 0.6, 0), (1.3, 0.8, 4)]
 )
@@ -491,7 +491,7 @@ def test_llada2(make: Make, length: int, threshold: float, minimal_topk: int, st
     assert_same(case, prompt, expected, gen_length=19, **options, **({"steps": steps} if minimal_topk == 1 else {}))
 
 
-@pytest.mark.grid
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("length", PROMPTS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(("threshold", "edit", "post"), [(0.95, 0.9, 16), (0.2, 0.2, 16), (0.2, 0.0, 2), (0.3, 0.3, 0)])
@@ -504,7 +504,7 @@ def test_llada21(make: Make, length: int, threshold: float, edit: float, post: i
     assert_same(case, prompt, expected, gen_length=19, temperature=temperature, seed=9, **options)
 
 
-@pytest.mark.grid
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("length", PROMPTS)
 @pytest.mark.parametrize(("small", "cache"), [(8, None), (4, None), (4, "dual"), (2, "dual"), (8, "dual")])
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 0.95), (1.0, 1.0), (0.6, 0.7)])
@@ -549,7 +549,7 @@ def test_batches_of_other_lengths_give_the_same_tokens_as_alone(make: Make, way:
     assert [found.steps for found in together] == [found.steps for found in alone]
 
 
-@pytest.mark.grid(together=1)
+@pytest.mark.some
 @pytest.mark.parametrize("seed", [1, 6])
 def test_generation_stops_at_the_end_of_the_text(make: Make, way: tuple[str, dict[str, Any]], seed: int) -> None:
     """Tokens before the end are the same as without it; every token of an answer is tried as the ending one."""
@@ -588,7 +588,7 @@ def test_ties_go_to_the_lower_row() -> None:
     assert order == [3, 4, 5, 6, 7, 8]
 
 
-@pytest.mark.grid(together=1)
+@pytest.mark.some
 def test_a_model_that_predicts_the_mask_comes_to_an_end(make: Make, way: tuple[str, dict[str, Any]]) -> None:
     """The originals' loops wait for masks to go away; here a position is decided once, even for the mask."""
     family, options = way
@@ -749,7 +749,7 @@ class Plain:
         self.ids.append(-1)
 
 
-@pytest.mark.grid(together=1)
+@pytest.mark.some
 def test_streams_are_the_answer_in_order(make: Make, way: tuple[str, dict[str, Any]]) -> None:
     family, options = way
     case, prompt, streamer, steps = make(family), prompt_of(9), Recorder(), list[Step]()

@@ -643,7 +643,7 @@ def test_a_signal_anywhere_leaves_all_requests_their_tokens(
     """Steps of several requests, some of them generators: what a step did that was struck in its midst is done again, once."""
     rng, options = random.Random(file), {**WAY, "gen_length": 8}
     if family == "llada":
-        options |= {"block_length": 4, "steps": 4, "cache": "dual"}
+        options |= {"algorithm": "fast-dllm", "block_length": 4, "cache": "dual"}
     config = GenerationConfig(**options)
     own = as_generator(config, models[family].architecture)
     asked = [

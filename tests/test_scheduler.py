@@ -5,6 +5,7 @@ A step is a turn. Models are tiny, so a few thousand steps are a clock.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from itertools import pairwise
@@ -19,6 +20,7 @@ from mosaic.decoding import GenerationConfig, LiveRequest, Session, Step, Submis
 from mosaic.errors import UsageError
 from mosaic.registrar.operators.pack_requests import PATIENCE
 from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.request_table import RequestTable, Shape
 
 WAY: dict[str, Any] = {"stop_at_eos": False, "seed": 3}
 
@@ -314,3 +316,33 @@ def test_a_priority_or_deadline_that_cannot_be_is_refused(
 ) -> None:
     with models["sdar"].session() as session, pytest.raises(UsageError, match=message):
         session.submit(prompt_of(5), **given)
+
+
+def test_prompts_keep_a_pace_beside_blocks_until_more_of_them_wait(
+    models: dict[str, CompiledModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One prompt lengthens steps of eight blocks by half, and eight prompts by more; none does if no delay is allowed."""
+    found = list[tuple[int, float]]()
+    launch = RequestTable.launch
+
+    def noted(table: RequestTable, shape: Shape) -> None:
+        found.append((shape.room.tokens, table.predicted_ms(shape.room)))
+        launch(table, shape)
+
+    monkeypatch.setattr(RequestTable, "launch", noted)
+    longest = {}
+    for prompts, delay_ms in ((1, math.inf), (8, math.inf), (8, 0.0)):
+        with models["sdar"].session(max_delay_ms=delay_ms) as session:
+            for length in range(4, 12):
+                session.submit(prompt_of(length), gen_length=400, steps=4, **WAY)
+            for _ in range(6):
+                session.advance()
+            alone_ms = found[-1][1]
+            for _ in range(prompts):
+                session.submit(prompt_of(1500), gen_length=4, **WAY)
+            found.clear()
+            for _ in range(4):
+                session.advance()
+            longest[prompts, delay_ms] = max(ms for _, ms in found) / alone_ms
+    assert longest[1, math.inf] <= 1.5 < longest[8, math.inf]
+    assert longest[8, 0.0] <= 1.0

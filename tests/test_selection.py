@@ -150,7 +150,7 @@ def test_numbers_of_rows_are_uniform_and_apart_from_each_other() -> None:
             assert abs(float(((u - 0.5) * (v - 0.5)).mean())) < 4 / 12 / u.numel() ** 0.5
 
 
-@pytest.mark.grid
+@pytest.mark.grid(together=1)
 @backends
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 7.0, MIXED], ids=str)
 @pytest.mark.parametrize("rows", [1, 300, 2500])
@@ -273,7 +273,7 @@ def verify_nucleus(case: Case, found: dict[str, Tensor]) -> None:
         assert abs(float(found["entropy"][row]) - entropy) <= 4 * relative * (1 + abs(entropy))
 
 
-@pytest.mark.grid
+@pytest.mark.grid(together=1)
 @backends
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.7])
@@ -515,7 +515,7 @@ def test_transfer_on_the_cpu(rule: str, kind: str) -> None:
     check_transfer(rule, kind, "cpu")
 
 
-@pytest.mark.grid(together=1)
+@pytest.mark.some
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", transfer.RULES)
@@ -548,7 +548,7 @@ def test_transfer_where_everything_is_decided_and_where_nothing_is(rule: str, ba
             assert committed == 0
 
 
-@pytest.mark.grid
+@pytest.mark.grid(together=1)
 @backends
 @pytest.mark.parametrize("value", [0.5, float("-inf"), -3.0])
 @pytest.mark.parametrize("quota", [0, 1, 1500, 3000])

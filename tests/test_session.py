@@ -155,6 +155,7 @@ class Watch:
         self._thread.join()
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("count", [6, pytest.param(84, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", list(WAYS))
 def test_requests_that_come_and_go_get_what_they_get_alone(name: str, count: int) -> None:
@@ -331,6 +332,7 @@ SAMPLINGS: Mapping[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(("name", "chosen"), [*((name, None) for name in SAMPLINGS), ("llada", [0, 0])])
 def test_requests_of_any_sampling_share_steps_and_get_what_they_get_alone(name: str, chosen: list[int] | None) -> None:
     """As many steps as the longest of them takes, whatever their temperatures, top-p and top-k; greedy ones alone draw nothing."""

@@ -66,6 +66,7 @@ def plans_of(planner: Planner) -> Iterator[Plan]:
                 yield plan
 
 
+@pytest.mark.some
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=pytest.mark.soak if name in ("dream", "sdar") else ()) for name in CONFIGS]
 )
