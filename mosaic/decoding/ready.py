@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from mosaic.models.phase import shared_phase
-from mosaic.runtime.engine import MAKING_MS, SLOWER
+from mosaic.runtime.engine import MAKING_MS
 from mosaic.runtime.recent import Recent
 from mosaic.runtime.request_table import KEPT_STEPS, Shape
 
@@ -20,7 +20,7 @@ __all__ = ["Substitutes"]
 
 
 class Substitutes:
-    """Which steps stand in for others: each until that has cost as much as making the other one would.
+    """Which steps stand in for others: each until that may have cost as much as making the other one would.
 
     So nobody pays more than twice of what would have been best, whatever comes.
 
@@ -30,10 +30,15 @@ class Substitutes:
         Whose steps they are.
     most_tokens
         Of a step that stands in for one that has no more.
+
+    Attributes
+    ----------
+    patience_ms
+        What a step may cost before one is made in its place.
     """
 
     def __init__(self, table: RequestTable, most_tokens: int) -> None:
-        self._table, self._most_tokens = table, most_tokens
+        self._table, self._most_tokens, self.patience_ms = table, most_tokens, MAKING_MS
         self._lost: defaultdict[Shape, float] = defaultdict(float)
         self._found: Recent[Hashable, Shape] = Recent(KEPT_STEPS)
 
@@ -47,32 +52,40 @@ class Substitutes:
         limit_ms
             How long it may take, as predicted.
         """
+        found = self._best(asked, fewest, limit_ms)
+        if found != asked:
+            self._lost[asked] += self._loss_ms(found, asked)
+        return asked if self._lost[asked] > self.patience_ms else found
+
+    def predicted_ms(self, asked: Shape, fewest: int) -> float:
+        """Return how long the step takes, as predicted, that would be launched."""
+        return self._table.predicted_ms(self._best(asked, fewest, math.inf).room)
+
+    def _best(self, asked: Shape, fewest: int, limit_ms: float) -> Shape:
+        """The step itself if it is ready, or nothing else serves; or the ready one that costs least."""
         table = self._table
         if table.is_ready(asked):
             return asked
         key = asked, fewest, limit_ms, table.planned, len(table.ready)
-        found = self._found.find(key, lambda: self._best(asked, fewest, limit_ms))
-        if found == asked or not table.is_ready(found):
-            return asked
-        self._lost[asked] += self._cost_ms(found, asked) - table.predicted_ms(asked.room)
-        return asked if self._lost[asked] > MAKING_MS else found
+        found = self._found.find(key, lambda: self._cheapest(asked, fewest, limit_ms))
+        return found if table.is_ready(found) else asked
 
-    def _best(self, asked: Shape, fewest: int, limit_ms: float) -> Shape:
-        """The ready step that costs least, if that is not much more than what is asked for."""
-        most_ms = SLOWER * self._table.predicted_ms(asked.room)
+    def _cheapest(self, asked: Shape, fewest: int, limit_ms: float) -> Shape:
         able = [
-            (cost, found)
+            (table_ms * max(asked.room.blocks / found.room.blocks, 1.0), found)
             for found in self._table.ready
             if _serves(found, asked, fewest)
             and found.room.tokens <= max(asked.room.tokens, self._most_tokens)
-            and self._table.predicted_ms(found.room) <= limit_ms
-            and (cost := self._cost_ms(found, asked)) <= most_ms
+            and (table_ms := self._table.predicted_ms(found.room)) <= limit_ms
         ]
         return min(able, key=lambda one: one[0], default=(0.0, asked))[1]
 
-    def _cost_ms(self, found: Shape, asked: Shape) -> float:
-        """The time in which it does what the other one would."""
-        return self._table.predicted_ms(found.room) * max(asked.room.blocks / found.room.blocks, 1.0)
+    def _loss_ms(self, found: Shape, asked: Shape) -> float:
+        """How much longer it takes at most; a step of the same kind takes at least its share of blocks or of rows to decide."""
+        found_ms, blocks = self._table.predicted_ms(found.room), asked.room.blocks / found.room.blocks
+        if found.room.phase == asked.room.phase:
+            return found_ms * (max(blocks, 1.0) - min(blocks, asked.room.rows / found.room.rows, 1.0))
+        return found_ms * max(blocks, 1.0) - self._table.predicted_ms(asked.room)
 
 
 def _serves(found: Shape, asked: Shape, fewest: int) -> bool:

@@ -221,6 +221,7 @@ class Scheduler:
     def foresee(self, rows: Sequence[TableRow], requests: int) -> int:
         """Plan steps from now on for `requests` requests like any of these, or as many as fit; return how many do."""
         self._table.expect_graphs()
+        self._substitutes.patience_ms = math.inf
         for row in rows:
             self._warm |= {kind._replace(tokens=kind.block): None for kind in self._kinds_of(row)}
         demand: dict[State, int] = {}
@@ -406,16 +407,19 @@ class Scheduler:
         limit_ms = math.inf
         if deciding and prompts:
             pace = 1 + np.add.reduce(fills) / np.add.reduce(decides)
-            blocks, limit_ms = self._beside_blocks(asking, min(own, blocks), blocks, max(PACE, math.ceil(2 * pace) / 2))
+            pace = max(PACE, math.ceil(2 * pace) / 2)
+            making = partial(Shape, groups=served, marked=marked)
+            blocks, limit_ms = self._beside_blocks(
+                lambda blocks: making(asking(blocks=blocks)), min(own, blocks), blocks, pace
+            )
         return self._substitutes.of(Shape(asking(blocks=blocks), served, marked), min(own, blocks), limit_ms)
 
-    def _beside_blocks(self, asking: Callable[..., Room], own: int, most: int, pace: float) -> tuple[int, float]:
+    def _beside_blocks(self, asking: Callable[[int], Shape], own: int, most: int, pace: float) -> tuple[int, float]:
         """As many blocks as delay nobody too long, from `own` to `most`; and how long their step may take, as predicted."""
-        table = self._table
 
         def ms(blocks: int) -> float:  # a smaller step may take more memory than a larger one
-            room = asking(blocks=blocks)
-            return table.predicted_ms(room) if table.fits(room) else math.inf
+            shape = asking(blocks)
+            return self._substitutes.predicted_ms(shape, own) if self._table.fits(shape.room) else math.inf
 
         slower = math.ceil(4 * self._slower) / 4  # by quarters, so that few sizes of step serve
         alone_ms = ms(own)
