@@ -109,6 +109,19 @@ def test_a_warm_session_is_left_out_of_garbage_collection_until_it_closes(others
         assert bool(gc.get_freeze_count()) is others
 
 
+def test_of_two_warm_sessions_the_last_to_close_thaws(thawed: None) -> None:
+    with mosaic.compile(CONFIGS["sdar"], seed=3) as model:
+        first, second = (model.session(max_num_batched_tokens=8) for _ in range(2))
+        first.warm(GREEDY, requests=1, tokens=16)
+        before = gc.get_freeze_count()
+        second.warm(GREEDY, requests=1, tokens=16, temperature=0.5)
+        assert gc.get_freeze_count() > before
+        first.close()
+        assert gc.get_freeze_count() > before
+        second.close()
+        assert not gc.get_freeze_count()
+
+
 @pytest.mark.parametrize(("given", "message"), [
     ({"requests": 0}, "requests: expected a number from 1 to 1,024, got 0"),
     ({"requests": 10**12}, "requests: .* got 1000000000000"),

@@ -15,6 +15,7 @@ from itertools import chain
 from time import perf_counter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -51,6 +52,7 @@ DECIDED: Final = (1, 2, 4, 8)
 """Eighths of a step's tokens that it has rows to decide for: unembedding takes a tenth of a step, and each number of rows is a plan
 more for every number of tokens."""
 NO_ROWS: Final[Mapping[State, int]] = MappingProxyType({})
+_FROZEN: Final = WeakSet["RequestTable"]()
 _OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score")
 
 
@@ -198,8 +200,7 @@ class RequestTable:
         for state in TABLED.states:
             engine.table(state)  # which may hold rows for steps alone: memory of those goes back when it is needed
         self._own: OwnedRows = engine.table(REQUESTS).open("a session")
-        self.columns = np.zeros((ROWS, COLUMNS), dtype=np.int64)
-        self.steps = np.zeros(ROWS, dtype=np.int64)
+        self.columns, self.steps = np.zeros((ROWS, COLUMNS), dtype=np.int64), np.zeros(ROWS, dtype=np.int64)
         self.planned: frozenset[tuple[State, int]] = frozenset()
         self.ready: dict[Shape, _TableStep] = {}
         self._held = dict(self.planned)
@@ -216,7 +217,6 @@ class RequestTable:
         self._predicted: Recent[Hashable, float] = Recent(8 * KEPT_STEPS)
         self._fitting: Recent[Hashable, bool] = Recent(8 * KEPT_STEPS)
         self._count = self._read = self._entered = 0
-        self._frozen = False
         self.is_sure = True
         """Whether every step that was begun was also recorded: one that was interrupted may have moved the table on."""
 
@@ -312,9 +312,10 @@ class RequestTable:
         self.launched.clear()
         self._unsent.clear()
         self._own.close()
-        if self._frozen:
-            self._frozen = False
-            gc.unfreeze()
+        if self in _FROZEN:
+            _FROZEN.remove(self)
+            if not _FROZEN:
+                gc.unfreeze()
 
     def _free_rows(self) -> None:
         while self._leaving and self._leaving[0][1] <= self._read:
@@ -328,12 +329,12 @@ class RequestTable:
             self._own.close()
 
     def freeze(self) -> None:
-        """Leave all objects that there are out of Python's garbage collection until the table closes: looking through those of
-        hundreds of steps takes it seconds, in the middle of one."""
-        if not gc.get_freeze_count():
+        """Leave all objects that there are out of Python's garbage collection until the last such table closes: looking through
+        those of hundreds of steps takes it seconds, in the middle of one."""
+        if _FROZEN or not gc.get_freeze_count():
             gc.collect()
             gc.freeze()
-            self._frozen = True
+            _FROZEN.add(self)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -401,8 +402,7 @@ class RequestTable:
 
     def is_ready(self, shape: Shape) -> bool:
         """Return whether such a step can be launched without being planned, bound or captured."""
-        step = self.ready.get(shape)
-        return step is not None and self._engine.is_ready(step)
+        return shape in self.ready and self._engine.is_ready(self.ready[shape])
 
     def kept(self, room: Room) -> Sequence[int | None]:
         """Return the sizes of the second graph of such a step: None alone if it is not cut."""
