@@ -7,11 +7,12 @@ enters and when it leaves, and keeps a copy of table and canvases from what step
 from __future__ import annotations
 
 import gc
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain
+from functools import lru_cache, partial
+from itertools import chain, product
 from time import perf_counter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -49,8 +50,7 @@ MOST_ROWS: Final = 1024
 KEPT_STEPS: Final = 512
 """Steps that are kept for launching them again: the ladder of a session."""
 DECIDED: Final = (1, 2, 4, 8)
-"""Eighths of a step's tokens that it has rows to decide for: unembedding takes a tenth of a step, and each number of rows is a plan
-more for every number of tokens."""
+"""Eighths of a step's tokens that it has rows to decide for: unembedding takes a tenth of a step, and each number is a plan more."""
 NO_ROWS: Final[Mapping[State, int]] = MappingProxyType({})
 _FROZEN: Final = WeakSet["RequestTable"]()
 _OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score")
@@ -131,7 +131,7 @@ def decided(rows: int, tokens: int) -> int:
     >>> decided(4, 64), decided(300, 1024), decided(700, 1024), decided(0, 8192)
     (64, 512, 1024, 1024)
     """
-    return next(found for found in decisions(tokens) if found >= min(rows, tokens))
+    return (found := decisions(tokens))[bisect_left(found, min(rows, tokens))]
 
 
 def decisions(tokens: int) -> list[int]:
@@ -369,7 +369,7 @@ class RequestTable:
         states = self._engine.states_with(more, gone)
         if _within(states, self._held) and self.fits(room):
             return True
-        return any(self.fits(room, found) for found in _roundings(states))
+        return any(map(partial(self.fits, room), _roundings(states)))
 
     def cover(self, least: Room, wanted: Room, more: Mapping[State, int] = NO_ROWS) -> None:
         """Plan steps from now on for the rows of states that there are once `more` are taken, and for as many as there were.
@@ -384,10 +384,10 @@ class RequestTable:
         if not (_within(states, before) and self.fits(wanted)):
             most = {state: max(count, states.get(state, 0)) for state, count in {**states, **before}.items()}
             tried = [*_roundings(most), *_roundings(states)]
-            fitting = (found for room in (wanted, least) for found in tried if self.fits(room, found))
-            if (found := next(fitting, tried[-1])) != self.planned:
-                self.planned, self._held = found, dict(found)
+            fitting = filter(lambda one: self.fits(*one), product((wanted, least), tried))
+            if (found := next(fitting, (least, tried[-1]))[1]) != self.planned:
                 self.ready.clear()
+                self.planned, self._held = found, dict(found)
         self._covered = asked  # at last: what is interrupted is done again
 
     def expect_graphs(self) -> None:
@@ -492,7 +492,7 @@ class RequestTable:
 
 
 def _within(states: Mapping[State, int], planned: Mapping[State, int]) -> bool:
-    return all(count <= planned.get(state, 0) for state, count in states.items())
+    return not [state for state, count in states.items() if count > planned.get(state, 0)]
 
 
 def _roundings(states: Mapping[State, int]) -> list[frozenset[tuple[State, int]]]:
