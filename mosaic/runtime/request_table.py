@@ -50,7 +50,7 @@ MOST_ROWS: Final = 1024
 KEPT_STEPS: Final = 512
 """Steps that are kept for launching them again: the ladder of a session."""
 DECIDED: Final = (1, 2, 4, 8)
-"""Eighths of a step's tokens that it has rows to decide for: unembedding takes a tenth of a step, and each number is a plan more."""
+"""Eighths of a step's tokens that it has rows to decide for: unembedding takes a tenth of a step, and each is a plan more."""
 NO_ROWS: Final[Mapping[State, int]] = MappingProxyType({})
 _FROZEN: Final = WeakSet["RequestTable"]()
 _OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score")
