@@ -257,7 +257,7 @@ def test_a_step_whose_graph_has_no_room_runs_launch_by_launch(
 
 
 def test_each_step_begins_once_and_reports_what_graphs_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a cut step too: its prefix is in use until the next step. Graphs of earlier steps are dropped."""
+    """Of a cut step too: its prefix is in use until the next step."""
     device, made, begun = Device(), [], []
 
     class Watched(GraphMemory):

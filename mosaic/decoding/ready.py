@@ -53,8 +53,9 @@ class Substitutes:
             How long it may take, as predicted.
         """
         found = self._best(asked, fewest, limit_ms)
-        if found != asked:
-            self._lost[asked] += self._loss_ms(found, asked)
+        if found == asked:
+            return asked
+        self._lost[asked] += self._loss_ms(found, asked)
         return asked if self._lost[asked] > self.patience_ms else found
 
     def predicted_ms(self, asked: Shape, fewest: int) -> float:

@@ -6,7 +6,7 @@ from typing import Final
 
 from mosaic.models.step import bucket
 
-__all__ = ["COARSE", "SHARES", "below", "rung", "rungs"]
+__all__ = ["SHARES", "below", "rung", "rungs"]
 
 SHARES: Final = 8
 """Rungs between a number of blocks and twice as many."""
@@ -33,13 +33,13 @@ def below(blocks: int, share: int = SHARES) -> int:
     return (blocks - 1) // step * step
 
 
-def rungs(least: int, most: int, share: int = SHARES) -> list[int]:
-    """Return the rungs from one number of blocks to another, and these, ascending.
+def rungs(least: int, most: int) -> list[int]:
+    """Return coarse rungs from one number of blocks to another, and these, ascending.
 
-    >>> rungs(15, 20), rungs(15, 40, COARSE)
-    ([15, 16, 18, 20], [15, 16, 24, 32, 40])
+    >>> rungs(15, 40)
+    [15, 16, 24, 32, 40]
     """
     found = [most]
     while found[-1] > least:
-        found.append(max(below(found[-1], share), least))
+        found.append(max(below(found[-1], COARSE), least))
     return found[::-1]

@@ -23,7 +23,7 @@ from mosaic.decoding.groups import Groups, bits
 from mosaic.decoding.prompts import is_integer
 from mosaic.decoding.ready import Substitutes
 from mosaic.decoding.rows import RULE, demand_of
-from mosaic.decoding.rungs import COARSE, SHARES, below, rung, rungs
+from mosaic.decoding.rungs import SHARES, below, rung, rungs
 from mosaic.decoding.tabled import ServedSteps
 from mosaic.errors import UsageError
 from mosaic.kernels.shared.requests import asked_of, turns, wanted
@@ -56,7 +56,7 @@ SLOWER: Final = 1.25
 SLOWEST: Final = 4.0
 """How much longer steps with prompts beside blocks take than their plans say, until one was timed, and at most."""
 PACE: Final = 1.5
-"""How much longer a step with prompts may take than its blocks alone: more only if more prompts wait than blocks run."""
+"""How much longer a step with prompts may take than its blocks alone; more if over half as many prompts wait as blocks run."""
 AHEAD: Final = 2
 """Steps that are launched before the first of them is read, on a device."""
 
@@ -251,11 +251,11 @@ class Scheduler:
         If they are more than `KEPT_STEPS`, they have fewer rungs: others have substitutes.
         """
         share = SHARES
-        while len(found := [*self._rungs(rows, requests, share)]) > KEPT_STEPS and share > 1:
+        while len(found := [*self._fitting(rows, requests, share)]) > KEPT_STEPS and share > 1:
             share //= 2
         return found[:: -(-len(found) // KEPT_STEPS)]
 
-    def _rungs(self, rows: Sequence[TableRow], requests: int, share: int) -> Iterator[tuple[Shape, int | None]]:
+    def _fitting(self, rows: Sequence[TableRow], requests: int, share: int) -> Iterator[tuple[Shape, int | None]]:
         for shape in dict.fromkeys(self._shapes(rows, requests, share)):
             if self._table.fits(shape.room):
                 kept = self._table.kept(shape.room)
@@ -424,7 +424,7 @@ class Scheduler:
         slower = math.ceil(4 * self._slower) / 4  # by quarters, so that few sizes of step serve
         alone_ms = ms(own)
         limit_ms = max(min(self._delay_ms / slower, pace * alone_ms), alone_ms)
-        found = rungs(own, most, COARSE)
+        found = rungs(own, most)
         return found[max(bisect_right(found, limit_ms, key=ms) - 1, 0)], limit_ms
 
     def _knows(self, columns: NDArray[np.int64]) -> bool:

@@ -136,8 +136,8 @@ class Session(ClosesOnExit):
     ) -> int:
         """Plan, compile and capture the steps that requests of a table may need, before they come; they take a minute or two.
 
-        Afterwards none of so many requests waits for a plan, a kernel, a capture or memory, whenever they come and go. Steps
-        are 512 at most: if configs need more, there are fewer sizes. All requests take steps that serve every warm config.
+        Afterwards none of so many requests waits for a plan, a kernel, a capture or memory. If they need over 512 steps, larger
+        ones serve for some; second graphs of evicting steps may still be made. All take steps that serve every warm config.
 
         Parameters
         ----------

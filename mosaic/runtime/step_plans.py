@@ -52,9 +52,7 @@ class StepPlans:
     def __init__(self, asked: Planner, config: Settings | None) -> None:
         self.asked = self.planner = self._whole = asked
         self.aside_bytes, self.config = 0, config
-        self._within: dict[
-            int, tuple[Planner, Planner]
-        ] = {}  # by bytes set aside: with the weights where they are, and anywhere
+        self._within: dict[int, tuple[Planner, Planner]] = {}  # `planner` and `asked`, by bytes set aside
         self._plans: Recent[Hashable, Plan | None] = Recent(KEPT_PLANS)  # None: it does not fit
         self._answers: Recent[Hashable, bool] = Recent(KEPT_ANSWERS)
         self._paying: Recent[Hashable, bool] = Recent(KEPT_PLANS)
