@@ -221,6 +221,25 @@ def test_the_state_grows_where_it_is(opened: Any) -> None:
     sequence.close()
 
 
+def test_steps_run_whose_states_begin_with_rows_that_nobody_owns(opened: Any) -> None:
+    """Their pages are given back, but launchers are told of the state by its first byte."""
+    model = opened("sdar", DEVICE)
+    (prompt,) = prompts_of(FAMILIES["sdar"], (96,))
+    with model.open_sequence() as first, model.open_sequence() as sequence:
+        first.reserve(20_000)  # 10 MiB
+        sequence.reserve(96)
+        for length in (32, 96):
+            window: dict[str, Any] = {"token_ids": prompt[:length], "start": 0, "key_len": length}
+            nothing = torch.empty(0, dtype=torch.int64)
+            (done,) = model.step(
+                [StepRequest(phase=COMMIT, sequence=sequence, rows=nothing, current=nothing, **window)]
+            )
+            first.close()
+            model.trim()
+        assert model.workspace.committed_bytes()["state/kv"] < done.plan.components["state"]
+    torch.cuda.synchronize()
+
+
 _WITHIN = """
 import json, sys, torch, mosaic
 from mosaic import decoding

@@ -50,8 +50,8 @@ def test_a_step_that_stands_in_does_as_much_and_costs_no_more_than_making_the_ot
     asked = [shape_of(rng) for _ in range(6)]
     for _ in range(400):
         shape = rng.choice(asked)
-        fewest, limit_ms = max(shape.room.blocks - rng.choice([0, 10]), 1), rng.choice([48.0, math.inf])
-        found = substitutes.of(shape, fewest, limit_ms)
+        fewest, longest = max(shape.room.blocks - rng.choice([0, 10]), 1), rng.choice([24, math.inf])
+        found = substitutes.of(shape, fewest, longest)
         if found == shape:
             if shape not in ladder.ready and rng.random() < 0.5:
                 ladder.ready[shape] = None  # it was made
@@ -62,7 +62,7 @@ def test_a_step_that_stands_in_does_as_much_and_costs_no_more_than_making_the_ot
         assert found.groups | shape.groups == found.groups and found.marked >= shape.marked
         assert other.windows > 1 or room.windows == 1
         assert other.phase in (room.phase, PHASES[1]) and other.tokens <= max(room.tokens, 320)
-        assert ladder.predicted_ms(other) <= limit_ms
+        assert other.blocks <= longest
         lost[shape] += ladder.predicted_ms(other) * max(room.blocks / other.blocks, 1) - ladder.predicted_ms(room)
         assert other.blocks <= 2 * room.blocks
         few += 1

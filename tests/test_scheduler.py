@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -345,3 +346,26 @@ def test_prompts_keep_a_pace_beside_blocks_until_more_of_them_wait(
                 session.advance()
             longest[prompts] = max(ms for _, ms in found) / alone_ms
     assert longest[1] <= 1.5 < longest[8]
+
+
+def test_prompts_delay_blocks_of_other_groups_no_longer_than_their_own(
+    models: dict[str, CompiledModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that write prompts are as short beside requests that reuse prefixes, which they do not serve."""
+    found, launch = Counter[tuple[int, int]](), RequestTable.launch
+
+    def noted(table: RequestTable, shape: Shape) -> None:
+        found[shape.groups, shape.room.tokens] += 1
+        launch(table, shape)
+
+    monkeypatch.setattr(RequestTable, "launch", noted)
+    longest = {}
+    for attention in (None, "flashblock"):
+        with models["sdar"].session(max_delay_ms=0) as session:
+            session.submit(prompt_of(4), gen_length=400, steps=4, attention=attention, **WAY)
+            session.advance(4)
+            found.clear()
+            session.submit(prompt_of(1500), gen_length=4, **WAY)
+            session.advance(24)
+            longest[attention] = max(tokens for groups, tokens in found if groups & 1)
+    assert longest["flashblock"] <= longest[None] < 100

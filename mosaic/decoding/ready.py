@@ -42,17 +42,17 @@ class Substitutes:
         self._lost: defaultdict[Shape, float] = defaultdict(float)
         self._found: Recent[Hashable, Shape] = Recent(KEPT_STEPS)
 
-    def of(self, asked: Shape, fewest: int, limit_ms: float = math.inf) -> Shape:
+    def of(self, asked: Shape, fewest: int, longest: float = math.inf) -> Shape:
         """Return the step to launch for one that is asked for.
 
         Parameters
         ----------
         fewest
             The blocks that it must have room for.
-        limit_ms
-            How long it may take, as predicted.
+        longest
+            The blocks that it may have at most.
         """
-        found = self._best(asked, fewest, limit_ms)
+        found = self._best(asked, fewest, longest)
         if found == asked:
             return asked
         self._lost[asked] += self._loss_ms(found, asked)
@@ -62,22 +62,23 @@ class Substitutes:
         """Return how long the step takes, as predicted, that would be launched."""
         return self._table.predicted_ms(self._best(asked, fewest, math.inf).room)
 
-    def _best(self, asked: Shape, fewest: int, limit_ms: float) -> Shape:
+    def _best(self, asked: Shape, fewest: int, longest: float) -> Shape:
         """The step itself if it is ready, or nothing else serves; or the ready one that costs least."""
         table = self._table
         if table.is_ready(asked):
             return asked
-        key = asked, fewest, limit_ms, table.planned, len(table.ready)
-        found = self._found.find(key, lambda: self._cheapest(asked, fewest, limit_ms))
+        key = asked, fewest, longest, table.planned, len(table.ready)
+        found = self._found.find(key, lambda: self._cheapest(asked, fewest, longest))
         return found if table.is_ready(found) else asked
 
-    def _cheapest(self, asked: Shape, fewest: int, limit_ms: float) -> Shape:
+    def _cheapest(self, asked: Shape, fewest: int, longest: float) -> Shape:
+        table = self._table
         able = [
-            (table_ms * max(asked.room.blocks / found.room.blocks, 1.0), found)
-            for found in self._table.ready
+            (table.predicted_ms(found.room) * max(asked.room.blocks / found.room.blocks, 1.0), found)
+            for found in table.ready
             if _serves(found, asked, fewest)
             and found.room.tokens <= max(asked.room.tokens, self._most_tokens)
-            and (table_ms := self._table.predicted_ms(found.room)) <= limit_ms
+            and found.room.blocks <= longest
         ]
         return min(able, key=lambda one: one[0], default=(0.0, asked))[1]
 

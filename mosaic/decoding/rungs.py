@@ -6,7 +6,7 @@ from typing import Final
 
 from mosaic.models.step import bucket
 
-__all__ = ["SHARES", "below", "rung", "rungs"]
+__all__ = ["COARSE", "SHARES", "below", "rung", "rungs"]
 
 SHARES: Final = 8
 """Rungs between a number of blocks and twice as many."""

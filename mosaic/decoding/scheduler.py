@@ -8,7 +8,7 @@ blocks are not delayed beyond a bound.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,10 +20,11 @@ import numpy as np
 
 from mosaic.decoding.expected import counted, go_on
 from mosaic.decoding.groups import Groups, bits
+from mosaic.decoding.pace import Pace
 from mosaic.decoding.prompts import is_integer
 from mosaic.decoding.ready import Substitutes
 from mosaic.decoding.rows import RULE, demand_of
-from mosaic.decoding.rungs import SHARES, below, rung, rungs
+from mosaic.decoding.rungs import COARSE, SHARES, below, rung, rungs
 from mosaic.decoding.tabled import ServedSteps
 from mosaic.errors import UsageError
 from mosaic.kernels.shared.requests import asked_of, turns, wanted
@@ -53,8 +54,7 @@ DELAY_MS: Final = 50.0
 FORESEEN_EXTENTS: Final = 4
 """Extents of keys that warm steps have room for, for each request: of 64 to 256 random requests that come and go, 3.5 at most."""
 SLOWER: Final = 1.25
-SLOWEST: Final = 4.0
-"""How much longer steps with prompts beside blocks take than their plans say, until one was timed, and at most."""
+"""How much longer prompts beside blocks take on a device than plans say, until some were timed."""
 PACE: Final = 1.5
 """How much longer a step with prompts may take than its blocks alone; more if over half as many prompts wait as blocks run."""
 AHEAD: Final = 2
@@ -102,7 +102,7 @@ class Scheduler:
         self._foreseen: list[Room] = []
         self._groups, self._substitutes = Groups(), Substitutes(table, most_tokens)
         self._deciding = self._decided = 0
-        self._slower, self._arrived = (SLOWER if runner.asynchronous else 1.0), 0.0
+        self._pace, self._arrived = Pace(), 0.0
         self._served: ServedSteps | None = None
 
     @property
@@ -336,12 +336,14 @@ class Scheduler:
         return self._served
 
     def _note_pace(self, step: Launched, served: Served) -> None:
-        """Note how much longer a step with prompts beside blocks takes than its plan says, which does not know their keys."""
+        """Note how long a step has taken, and what it had room for beside blocks if it served prompts."""
         began, self._arrived = max(self._arrived, step.started), perf_counter()
-        reads = np.add.reduce(served.decided == 0)
-        if self._runner.asynchronous and 0 < reads < len(served.report):
-            slower = 1e3 * (self._arrived - began) / self._table.predicted_ms(step.room)
-            self._slower = min(max(slower, (slower + self._slower) / 2, 1.0), SLOWEST)
+        if self._runner.asynchronous:
+            report = served.report
+            prefix = self._table.columns[report[:, Reported.ROW], Column.PREFIX]
+            blocks = (served.decided > 0) | (report[:, Reported.BEGIN] >= prefix)
+            prompts = step.room.tokens - int(np.add.reduce(report[blocks, Reported.TOKENS]))
+            self._pace.note(step.groups, 0 if blocks.all() else prompts, 1e3 * (self._arrived - began))
 
     def taken(self) -> None:
         """Take note that the session has the outcome of the last step."""
@@ -404,28 +406,35 @@ class Scheduler:
             if blocks <= fewest:
                 return Shape(alone, served, marked)
             blocks = max(below(blocks), fewest)
-        limit_ms = math.inf
-        if deciding and prompts:
-            pace = 1 + np.add.reduce(fills) / np.add.reduce(decides)
-            pace = max(PACE, math.ceil(2 * pace) / 2)
-            making = partial(Shape, groups=served, marked=marked)
-            blocks, limit_ms = self._beside_blocks(
-                lambda blocks: making(asking(blocks=blocks)), min(own, blocks), blocks, pace
-            )
-        return self._substitutes.of(Shape(asking(blocks=blocks), served, marked), min(own, blocks), limit_ms)
+        longest: float = math.inf
+        if prompts and (of_all := asked.running & ~asked.fills).any():
+            pace = 1 + np.add.reduce(fills) / np.add.reduce(of_all)
+            blocks, longest = self._beside_blocks(
+                lambda blocks: Shape(asking(blocks=blocks), served, marked), min(own, blocks), blocks,
+                bits({*asked.group[of_all].tolist()}), max(PACE, math.ceil(2 * pace) / 2),
+            )  # fmt: skip
+        return self._substitutes.of(Shape(asking(blocks=blocks), served, marked), min(own, blocks), longest)
 
-    def _beside_blocks(self, asking: Callable[[int], Shape], own: int, most: int, pace: float) -> tuple[int, float]:
-        """As many blocks as delay nobody too long, from `own` to `most`; and how long their step may take, as predicted."""
-
-        def ms(blocks: int) -> float:  # a smaller step may take more memory than a larger one
-            shape = asking(blocks)
-            return self._substitutes.predicted_ms(shape, own) if self._table.fits(shape.room) else math.inf
-
-        slower = math.ceil(4 * self._slower) / 4  # by quarters, so that few sizes of step serve
-        alone_ms = ms(own)
-        limit_ms = max(min(self._delay_ms / slower, pace * alone_ms), alone_ms)
-        found = rungs(own, most)
-        return found[max(bisect_right(found, limit_ms, key=ms) - 1, 0)], limit_ms
+    def _beside_blocks(
+        self, asking: Callable[[int], Shape], own: int, most: int, running: int, pace: float
+    ) -> tuple[int, float]:
+        """As many blocks, from `own` to `most`, as delay none of the `running` groups too long, and how many a substitute may have.
+        Steps with prompts take at most `pace` times as long as the longest without."""
+        fits, shape = self._table.fits, asking(own)
+        if own == most or not fits(shape.room):  # a smaller step may take more memory than a larger one
+            return most, math.inf
+        predicted_ms = partial(self._substitutes.predicted_ms, fewest=own)
+        own_ms = self._pace.alone_ms(shape.groups) or predicted_ms(shape)
+        if (block_ms := self._pace.token_ms) is None:
+            slower = SLOWER if self._runner.asynchronous else 1.0
+            block_ms = slower * max(predicted_ms(asking(most)) - predicted_ms(shape), 0.0) / (most - own)
+        else:
+            block_ms *= shape.room.block
+        alone_ms = max(own_ms, self._pace.alone_ms(running) or 0.0)
+        limit_ms = max(min(self._delay_ms, pace * alone_ms), alone_ms)
+        longest = own + int((limit_ms - own_ms) / max(block_ms, 1e-6))
+        fitting = (blocks for blocks in rungs(own, most)[::-1] if blocks <= longest and fits(asking(blocks).room))
+        return next(fitting, own), below(longest + 1, COARSE)
 
     def _knows(self, columns: NDArray[np.int64]) -> bool:
         """Whether it is known what these will ask for: nothing is in flight, or their steps decide a number of tokens."""

@@ -1,0 +1,52 @@
+"""How long steps take, and how many tokens of prompts they have time for beside running blocks.
+
+A plan counts all keys that there are, whoever owns them, and does not know those that a prompt's chunk sees. So its times serve
+until steps have been timed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict, deque
+from functools import partial
+from typing import Final
+
+__all__ = ["Pace"]
+
+KEPT: Final = 8
+"""Times of which the median counts: one that waited for a plan says nothing."""
+
+
+class Pace:
+    """The times of steps, with prompts and without.
+
+    Examples
+    --------
+    >>> pace = Pace()
+    >>> pace.note(1, 0, 10.0)
+    >>> pace.note(1, 400, 18.0)
+    >>> pace.alone_ms(1), pace.token_ms
+    (10.0, 0.02)
+    """
+
+    def __init__(self) -> None:
+        times = partial[deque[float]](deque, maxlen=KEPT)
+        self._alone, self._beside = defaultdict[int, deque[float]](times), times()
+
+    def note(self, groups: int, tokens: int, ms: float) -> None:
+        """Take note of a step that served some groups, a bit each, with room for so many tokens of prompts."""
+        if not tokens:
+            self._alone[groups].append(ms)
+        elif self._alone:
+            alone_ms = self.alone_ms(groups) or min(map(statistics.median_low, self._alone.values()))
+            self._beside.append(max(ms - alone_ms, 0.0) / tokens)
+
+    def alone_ms(self, groups: int) -> float | None:
+        """How long the longest of the steps without prompts takes that serve only some of these groups."""
+        found = [statistics.median_low(times) for served, times in self._alone.items() if served & groups == served]
+        return max(found, default=None)
+
+    @property
+    def token_ms(self) -> float | None:
+        """How much longer a step takes for each token of prompts."""
+        return statistics.median_low(self._beside) if self._beside else None
