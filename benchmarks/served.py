@@ -57,13 +57,13 @@ class StepServed(NamedTuple):
         return floor.of(tokens=self.tokens, rows=self.rows, keys=keys, requests=self.requests, pairs=self.pairs)
 
 
-def _served(windows: Iterable[tuple[int, int, int, int]], block: int, plan: Plan) -> StepServed:
-    """Add up windows: where each begins, its tokens, rows to decide, and keys that are seen.
+def _served(windows: Iterable[tuple[int, int, int, int, bool]], block: int, plan: Plan) -> StepServed:
+    """Add up windows: where each begins, its tokens, rows to decide, keys that are seen, and whether it is of a prompt.
 
     Tokens of a prompt see those of their own block and before: half of the window's, on average.
     """
-    begin, tokens, rows, keys = np.array([*windows], dtype=np.int64).reshape(-1, 4).T
-    fills = rows == 0
+    begin, tokens, rows, keys, fills = np.array([*windows], dtype=np.int64).reshape(-1, 5).T
+    fills = fills > 0
     refreshes = ~fills & (begin == 0) & (tokens == keys)
     pairs = np.where(fills, tokens * (begin + (tokens + block) / 2), tokens * keys)
     return StepServed(
@@ -120,13 +120,16 @@ class Meter:
         rows = served.decided
         whole = (rows > 0) & (columns[:, Column.WINDOW] != BY_BLOCKS)
         keys = np.where(whole, columns[:, Column.LENGTH], begin + tokens)
-        windows = zip(begin.tolist(), tokens.tolist(), rows.tolist(), keys.tolist(), strict=True)
+        fills = (rows == 0) & (begin < columns[:, Column.PREFIX])
+        windows = zip(*(column.tolist() for column in (begin, tokens, rows, keys, fills)), strict=True)
         self.steps.append(_served(windows, self._model.architecture.block, served.plan))
 
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         """Run one step."""
         results = self._model.step(requests)
-        windows = [(one.start, one.token_ids.numel(), one.rows.numel(), one.key_len) for one in requests]
+        windows = [
+            (one.start, one.token_ids.numel(), one.rows.numel(), one.key_len, not one.rows.numel()) for one in requests
+        ]
         self.steps.append(_served(windows, self._model.architecture.block, results[0].plan))
         return results
 
