@@ -809,6 +809,9 @@ def test_memory_cases_cover_every_kernel() -> None:
         "top_keys",  # test_selection_of_keys
         "page_bounds",  # test_pages
         "page_extrema",
+        "score_keys",  # test_sparse_keys_kernels
+        "select_keys",
+        "pack_keys",
         "row_sample",  # test_sampling
         "unembed_sample",
         "guide",  # test_selection

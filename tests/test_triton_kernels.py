@@ -490,6 +490,9 @@ def test_cases_cover_every_kernel() -> None:
         "top_keys",
         "page_bounds",  # test_pages_triton
         "page_extrema",
+        "score_keys",  # test_sparse_keys_triton
+        "select_keys",
+        "pack_keys",
         "row_sample",  # test_sampling
         "unembed_sample",
         "guide",  # test_selection

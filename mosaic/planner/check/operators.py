@@ -216,6 +216,11 @@ _NOTATION: Final = {
         "table state row cu_seqlens cu_rows seen committed", "state", "own:n processed:n first_step:s", whole="S E B M",
         moved="table state=3,B row cu_seqlens cu_rows seen committed",
     ),
+    "pack_keys": _Operator(
+        "k:a=T,W v:a=T,W chosen:int32=N,T spans:int32=B,5 cu_seqlens:int32=B+1 extents:int64=B,4 kv:floats=R,X",
+        "k v chosen spans cu_seqlens extents kv", "kv", "layer:n head_size:n", whole="T W N B R X",
+        moved="k v chosen spans cu_seqlens kv=2,T,W", rules=(("divides", "head_size*N", "W"), *_kv_row("W")),
+    ),
     "pack_requests": _Operator(
         f"{_TABLE} room:int64=1,7 row:int64=sequences begin:int32=sequences seen:int32=sequences cu_seqlens:int32=sequences+1 "
         "cu_rows:int32=sequences+1 cu_extents:int32=sequences+1",
@@ -321,6 +326,15 @@ _NOTATION: Final = {
         "score:float32=M", "maximum second logsumexp entropy sample_logit keys?", "score", "kind:s", "4*M", "M",
     ),
     "row_stats": _Operator(f"logits=C,*V {_STATISTICS}", "logits", _STATISTIC_NAMES, flops="6*C*V"),
+    "score_keys": _Operator(
+        "q:a=T,Q k:a=T,kv_heads*head_size spans:int32=B,5 cu_seqlens:int32=B+1 scores:float32=sets,T", "q k spans cu_seqlens",
+        "scores", "kv_heads:n head_size:n sets:n over?:s", "2*T*Q", "T Q B", moved="k spans cu_seqlens scores",
+        rules=(("divides", "kv_heads*head_size", "Q"), ("divides", "sets*head_size", "Q")),
+    ),
+    "select_keys": _Operator(
+        "scores:float32=sets,T spans:int32=B,5 cu_seqlens:int32=B+1 chosen:int32=lists,T", "scores spans cu_seqlens", "chosen",
+        "sets:n lists:n pool:n", whole="T B", rules=(("divides", "lists", "sets"), ("at most", "1", "pool")),
+    ),
     "select_requests": _Operator(
         f"{_TABLE} row:int64=B seen:int32=B cu_seqlens:int32=B+1 positions:int32=T owner:int64=B captured:int32=B "
         "candidates:int32=B seen_exactly:int32=B seen_sparsely:int32=B cu_keys:int32=B+1 votes:uint8=T",

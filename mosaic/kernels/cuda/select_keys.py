@@ -1,0 +1,116 @@
+"""select_keys on CUDA: the rows of each sequence whose keys are kept, per list, without sorting.
+
+A first launch writes the totals of all candidates side by side. In a second one a program for each sequence and list finds the lowest
+total that is chosen, by bisection over the bits of float32, turned so that they order as the totals do. Then it writes the
+candidates above it, and of those that tie with it the lowest ones. Bounds are read on the device alone. Legend: T rows, B sequences.
+"""
+
+from typing import Final
+
+from torch import Tensor
+
+from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
+from mosaic.kernels.cuda.shared.scratch import floats_of
+
+# Untuned defaults.
+POOLED: Final = 256
+"""Candidates of a program that adds up totals."""
+TILE: Final = 2048
+"""Totals that a program has in registers when it chooses."""
+LEAST: Final = 256
+WARPS: Final = 8
+
+
+@triton.jit
+def row_of(candidate, start, low, high):
+    """The row of the step of a candidate: none is in the span."""
+    return start + candidate + tl.where(candidate < low, 0, high - low)
+
+
+@triton.jit
+def totals_kernel(
+    scores, spans, cu_seqlens, totals, scores_stride, totals_stride, MEMBERS: tl.constexpr, POOL: tl.constexpr, BLOCK: tl.constexpr
+):
+    own = tl.program_id(1)
+    sequence = tl.program_id(2)
+    start = tl.load(cu_seqlens + sequence)
+    low = tl.load(spans + 5 * sequence + 2)
+    high = tl.load(spans + 5 * sequence + 3)
+    count = tl.load(cu_seqlens + sequence + 1) - start - (high - low)
+    candidate = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(0) * BLOCK < count:
+        first = scores + own.to(tl.int64) * MEMBERS * scores_stride
+        total = tl.zeros([BLOCK], tl.float32)
+        for member in range(MEMBERS):
+            pooled = tl.full([BLOCK], float("-inf"), tl.float32)
+            for distance in range(-(POOL // 2), POOL // 2 + 1):
+                near = candidate + distance
+                mine = first + member * scores_stride + row_of(near, start, low, high)
+                pooled = tl.maximum(pooled, tl.load(mine, mask=(near >= 0) & (near < count), other=float("-inf")))
+            total += pooled
+        tl.store(totals + own.to(tl.int64) * totals_stride + start + candidate, total, mask=candidate < count)
+
+
+@triton.jit
+def bits_of(totals, candidate, count):
+    """Totals as integers that order as they do; the least one where there is no candidate."""
+    bits = tl.load(totals + candidate, mask=candidate < count, other=0.0).to(tl.int32, bitcast=True)
+    return tl.where(candidate < count, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000)
+
+
+@triton.jit
+def choose_kernel(totals, spans, cu_seqlens, chosen, totals_stride, chosen_stride, BLOCK: tl.constexpr):
+    own = tl.program_id(0).to(tl.int64)
+    sequence = tl.program_id(1)
+    start = tl.load(cu_seqlens + sequence)
+    low = tl.load(spans + 5 * sequence + 2)
+    high = tl.load(spans + 5 * sequence + 3)
+    kept = tl.load(spans + 5 * sequence + 4)
+    count = tl.load(cu_seqlens + sequence + 1) - start - (high - low)
+    mine = totals + own * totals_stride + start
+    to = chosen + own * chosen_stride + start
+    item = tl.arange(0, BLOCK)
+    if count > 0:
+        # at least `kept` totals reach `least`, and `above` of them, fewer, reach `beyond`
+        bits = bits_of(mine, item, count)
+        least = tl.full([], -0x80000000, tl.int64)
+        beyond = tl.full([], 0x7FFFFFFF, tl.int64)
+        above = count * 0
+        while beyond - least > 1:
+            middle = least + (beyond - least) // 2
+            reach = tl.sum((bits >= middle).to(tl.int32), 0)
+            for some in range(BLOCK, count, BLOCK):
+                reach += tl.sum((bits_of(mine, some + item, count) >= middle).to(tl.int32), 0)
+            stays = reach >= kept
+            least = tl.where(stays, middle, least)
+            beyond = tl.where(stays, beyond, middle)
+            above = tl.where(stays, above, reach)
+        done = count * 0
+        tied = count * 0
+        for some in range(0, count, BLOCK):
+            candidate = some + item
+            bits = bits_of(mine, candidate, count)
+            tie = (bits == least).to(tl.int32)
+            taken = (bits > least) | ((bits == least) & (tied + tl.cumsum(tie, 0) <= kept - above))
+            number = taken.to(tl.int32)
+            tl.store(to + done + tl.cumsum(number, 0) - 1, row_of(candidate, start, low, high), mask=taken)
+            done += tl.sum(number, 0)
+            tied += tl.sum(tie, 0)
+    for some in range(0, high - low, BLOCK):
+        tl.store(to + kept + some + item, start + low + some + item, mask=some + item < high - low)
+
+
+def launch(
+    *, scores: Tensor, spans: Tensor, cu_seqlens: Tensor, chosen: Tensor, sets: int, lists: int, pool: int,
+    scratch: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write the chosen rows of each sequence and list into chosen [lists, T]."""
+    rows, sequences = scores.shape[1], spans.shape[0]
+    totals = floats_of("select_keys", scratch, lists * rows)
+    totals_kernel[(triton.cdiv(rows, POOLED), lists, sequences)](
+        scores, spans, cu_seqlens, totals, scores.stride(0), rows, MEMBERS=sets // lists, POOL=pool, BLOCK=POOLED
+    )
+    tile = power_of_two(-(-rows // sequences), TILE, least=LEAST)
+    choose_kernel[(lists, sequences)](
+        totals, spans, cu_seqlens, chosen, rows, chosen.stride(0), BLOCK=tile, num_warps=max(1, min(WARPS, tile // 256))
+    )

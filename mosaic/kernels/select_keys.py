@@ -1,0 +1,76 @@
+"""select_keys: the rows of each sequence whose keys are kept, per list.
+
+`mosaic.registrar.operators.select_keys` defines candidates, pooling and ties (dLLM-Serve, equations 5 and 6). The candidates of
+one sequence and list are sorted in the plan's own memory. Legend: T rows, B sequences.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.order import fill_order, indices_of
+from mosaic.kernels.shared.scratch import tiles_of
+
+
+def bind(
+    *, scores: Tensor, spans: Tensor, cu_seqlens: Tensor, chosen: Tensor, sets: int, lists: int, pool: int,
+    scratch: Tensor | None = None,
+) -> Run:  # fmt: skip
+    """Write the chosen rows of each sequence and list into chosen [lists, T]; spans and bounds are read on the host."""
+    tiles = [tile.numpy() for tile in tiles_of("select_keys", scratch, {"scores": scores})]
+    given, rows, members = scores.numpy(), chosen.numpy(), sets // lists
+
+    def run() -> None:
+        bounds = zip(pairwise(cu_seqlens.tolist()), spans.tolist(), strict=True)
+        for (start, end), (_, _, low, high, kept) in bounds:
+            count = end - start - (high - low)
+            side, pooled, total, order, ranks = (tile[:count] for tile in tiles)
+            for own in range(lists if end > start else 0):
+                total.fill(0.0)
+                for scores_T in given[own * members : (own + 1) * members]:
+                    side[:low], side[low:] = scores_T[start : start + low], scores_T[start + high : end]
+                    _pool(side, pooled, pool)
+                    np.add(total, pooled, out=total)
+                fill_order(order, ranks, total)
+                order.sort()
+                found = indices_of(order[:kept])
+                found.sort()
+                behind = found[np.searchsorted(found, low) :]
+                np.add(behind, high - low, out=behind)
+                mine = rows[own, start : start + kept + high - low]
+                np.add(found, start, out=mine[:kept], casting="unsafe")
+                mine[kept:] = range(start + low, start + high)
+
+    return run
+
+
+launch = launcher(bind)
+
+
+def _pool(side: NDArray[np.float32], pooled: NDArray[np.float32], pool: int) -> None:
+    """Write the largest of the `pool` scores around each."""
+    pooled[:] = side
+    for distance in range(1, min(pool // 2, len(side) - 1) + 1):
+        np.maximum(pooled[distance:], side[:-distance], out=pooled[distance:])
+        np.maximum(pooled[:-distance], side[distance:], out=pooled[:-distance])
+
+
+def reference(
+    *, scores: Tensor, spans: Tensor, cu_seqlens: Tensor, sets: int, lists: int, pool: int
+) -> Tensor:  # fmt: skip
+    """Return the chosen rows, in plain PyTorch; -1 where there is none."""
+    chosen = torch.full((lists, scores.shape[1]), -1, dtype=torch.int32)
+    for (start, end), (_, _, low, high, kept) in zip(pairwise(cu_seqlens.tolist()), spans.tolist(), strict=True):
+        if start == end:
+            continue
+        row = torch.tensor([r for r in range(start, end) if not low <= r - start < high])
+        pooled = torch.nn.functional.max_pool1d(scores[:, row][None], pool, 1, pool // 2)[0]
+        total = pooled.view(lists, sets // lists, -1).sum(1)
+        best = torch.sort(total, dim=1, descending=True, stable=True).indices[:, :kept].sort(1).values
+        chosen[:, start : start + kept] = row[best]
+        chosen[:, start + kept : start + kept + high - low] = torch.arange(start + low, start + high)
+    return chosen

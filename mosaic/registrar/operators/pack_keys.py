@@ -1,0 +1,36 @@
+"""Copy the chosen keys and values of each sequence into its rows of one layer of kv[R, L*2*W], side by side, per head.
+
+dLLM-Serve, section 4.5: row j of a sequence has, for each key-value head, that head's own j-th key and value. `chosen[lists, T]` has
+from column cu_seqlens[b] on the rows of k and v that are copied, the same for all heads (one list) or a list for each head
+(`select_keys`); there are spans[b, 4] + spans[b, 3] - spans[b, 2] of them. Sequence b has one extent, which `extents[b]` describes
+as `kv_store` does, and at least as many rows. Rows after them are unchanged. kv may have a dtype of its own. Nothing is ever sliced.
+"""
+
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Attrs, Dim, Operator, Spec, Specs, require
+from mosaic.registrar.operators import kv_store
+from mosaic.registrar.tiles import KEY_ROWS, Tile, Tiles
+
+
+def rules(*, L: Dim, K: Dim, lists: Dim, layer: int, kv: Spec, **_: object) -> None:
+    kv_store.rules(L=L, layer=layer, kv=kv)
+    require(lists in (1, K), f"chosen has a list for all heads, or one for each of the {K}, not {lists}")
+
+
+def tiles(specs: Specs, attrs: Attrs) -> Tiles:
+    """List the keys of some rows of one head."""
+    return (Tile((KEY_ROWS, attrs["head_size"]), specs["k"].dtype),)
+
+
+OPERATOR = Operator(
+    name="pack_keys",
+    operands="""
+        k@:a[T, K*head_size] v@:a[T, K*head_size] chosen@:i32[lists, T] spans@:i32[B, 5] cu_seqlens@:i32[B+1]
+        extents@#:i64[B, 4] kv!@#:c[R, L*2*K*head_size]
+    """,
+    attrs="layer head_size",
+    rules=rules,
+    moved={"kv": "2*k", "extents": "0"},
+    implementations=kernels_of("pack_keys", tiles=tiles),
+    roles={"k": "attention", "v": "attention", "chosen": "statistics"},
+)

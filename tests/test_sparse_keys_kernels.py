@@ -1,0 +1,276 @@
+"""score_keys, select_keys and pack_keys: random batches against statements in float64. Written apart from the kernels."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from test_kernels import (
+    BF16,
+    DTYPES,
+    F32,
+    F64,
+    OTHERS_SOAK,
+    Case,
+    assert_within,
+    check_allocates_nothing,
+    gamma,
+    name_of,
+    strided,
+    unit,
+)
+from test_kv import starts
+from torch import Tensor
+
+from mosaic.errors import GraphError
+from mosaic.kernels import load
+from mosaic.registrar.operator import Spec
+from mosaic.registrar.operators import operator as contract
+
+HEADS = ((1, 1), (2, 2), (4, 2), (6, 1), (6, 3))
+"""Query heads and key-value heads."""
+
+
+def spanned(rng: random.Random, longest: int) -> tuple[list[int], list[list[int]]]:
+    """Lengths of sequences, one of them of no rows, and of each its block, its span around that, and how many keys it keeps."""
+    lengths, spans = [rng.randint(2, longest) for _ in range(rng.randint(1, 3))], []
+    for length in lengths:
+        low, high = sorted(rng.sample(range(length + 1), 2))
+        low += (low, high) == (0, length)
+        first, end = sorted(rng.sample(range(low, high + 1), 2)) if high - low > 1 else (low, high)
+        spans.append([first, end, low, high, rng.randint(1, length - (high - low))])
+    at = rng.randint(0, len(lengths))
+    return [*lengths[:at], 0, *lengths[at:]], [*spans[:at], [0] * 5, *spans[at:]]
+
+
+def score_case(seed: int, dtype: torch.dtype, sets: str = "kv", over: str = "max", longest: int = 40) -> Case:
+    rng = random.Random(seed)
+    (heads, kv_heads), size = HEADS[seed % len(HEADS)], rng.choice([4, 5, 16])
+    lengths, spans = spanned(rng, longest)
+    tokens, generator = sum(lengths) + 2, torch.Generator().manual_seed(seed)
+    made = {"each": heads, "kv": kv_heads, "all": 1}[sets]
+    operands = {
+        name: strided(torch.randn(tokens, count * size, generator=generator).to(dtype))
+        for name, count in (("q", heads), ("k", kv_heads))
+    } | {"spans": torch.tensor(spans, dtype=torch.int32), "cu_seqlens": starts(lengths)}
+    attrs = {"kv_heads": kv_heads, "head_size": size, "sets": made, "over": over}
+    return Case("score_keys", operands, {"scores": strided(torch.empty(made, tokens))}, attrs)
+
+
+def stated_scores(case: Case) -> tuple[Tensor, Tensor]:
+    """Scores, and what was added up for each; NaN in columns of nobody."""
+    q, k = (case.operands[name].double() for name in "qk")
+    size, group = case.attrs["head_size"], q.shape[1] // k.shape[1]
+    found = torch.full((2, case.attrs["sets"], q.shape[0]), float("nan"), dtype=F64)
+    members = q.shape[1] // size // case.attrs["sets"]
+    bounds = case.operands["cu_seqlens"].tolist()
+    for b, (first, end, *_) in enumerate(case.operands["spans"].tolist()):
+        for own in range(case.attrs["sets"]):
+            for row in range(bounds[b], bounds[b + 1]):
+                each = []
+                for head in range(own * members, own * members + members):
+                    queries = q[bounds[b] + first : bounds[b] + end, head * size : (head + 1) * size]
+                    key = k[row, head // group * size : (head // group + 1) * size]
+                    each.append((queries.mean(0) @ key, queries.abs().mean(0) @ key.abs()))
+                values, terms = map(torch.stack, zip(*each, strict=True))
+                found[0, own, row] = values.max() if case.attrs["over"] == "max" else values.mean()
+                found[1, own, row] = terms.max()
+    return found[0], found[1]
+
+
+def assert_scores(case: Case, scores: Tensor) -> None:
+    """Sums of products of means, rounded in the dtype of computation; in float32 those of the heads of a set, and their sums."""
+    expected, terms = stated_scores(case)
+    known = ~expected.isnan()
+    size, (rows, width) = case.attrs["head_size"], case.operands["q"].shape
+    wide = F64 if case.operands["q"].dtype == F64 else F32
+    error = gamma(size + rows + 12, wide) * terms + (1 + width // size // case.attrs["sets"]) * unit(F32) * terms
+    assert_within(scores[known], expected[known], error[known])
+    assert scores[~known].isnan().all()
+
+
+def select_case(seed: int, lists: int = 0, pool: int = 0, longest: int = 60) -> Case:
+    """Scores of few different values, so that many are equal; some are below 0, or -0.0."""
+    rng = random.Random(seed)
+    sets = rng.choice([1, 2, 6])
+    lengths, spans = spanned(rng, longest)
+    tokens, generator = sum(lengths) + 2, torch.Generator().manual_seed(seed)
+    scores = torch.randn(sets, tokens, generator=generator)
+    if seed % 2:
+        scores = (scores * 2).round() / 2
+    scores[:, sum(lengths) :] = float("nan")
+    operands = {
+        "scores": strided(scores), "spans": torch.tensor(spans, dtype=torch.int32), "cu_seqlens": starts(lengths)
+    }  # fmt: skip
+    attrs = {"sets": sets, "lists": lists or rng.choice([1, sets]), "pool": pool or rng.choice([1, 3, 3, 5, 9])}
+    chosen = strided(torch.empty(attrs["lists"], tokens, dtype=torch.int32).double()).int()
+    return Case("select_keys", operands, {"chosen": chosen}, attrs)
+
+
+def stated_rows(case: Case) -> list[list[list[tuple[int, float]]]]:
+    """By list and sequence, the rows that are chosen with their totals in float64, then those of the span with 0."""
+    scores, bounds = case.operands["scores"].double(), case.operands["cu_seqlens"].tolist()
+    sets, lists, pool = (case.attrs[name] for name in ("sets", "lists", "pool"))
+    found = []
+    for own in range(lists):
+        mine = scores[own * sets // lists : (own + 1) * sets // lists]
+        found.append([])
+        for b, (_, _, low, high, kept) in enumerate(case.operands["spans"].tolist()):
+            rows = [r for r in range(bounds[b], bounds[b + 1]) if not bounds[b] + low <= r < bounds[b] + high]
+            totals = []
+            for at in range(len(rows)):
+                near = rows[max(at - pool // 2, 0) : at + pool // 2 + 1]
+                totals.append(sum(max(float(of_set[r]) for r in near) for of_set in mine))
+            order = sorted(range(len(rows)), key=lambda at: (-totals[at], at))[:kept]
+            span = [(bounds[b] + r, 0.0) for r in range(low, high)]
+            found[-1].append([(rows[at], totals[at]) for at in sorted(order)] + span)
+    return found
+
+
+def assert_rows(case: Case, chosen: Tensor) -> None:
+    """The same rows; where totals are sums of several roundings, rows whose totals are nearly the least one's may differ."""
+    bounds, several = case.operands["cu_seqlens"].tolist(), case.attrs["sets"] > case.attrs["lists"]
+    untouched = torch.ones_like(chosen, dtype=torch.bool)
+    for own, of_list in enumerate(stated_rows(case)):
+        for b, expected in enumerate(of_list):
+            actual = chosen[own, bounds[b] : bounds[b] + len(expected)].tolist()
+            untouched[own, bounds[b] : bounds[b] + len(expected)] = False
+            if not several:
+                assert actual == [row for row, _ in expected]
+                continue
+            assert len(set(actual)) == len(actual)
+            everything = dict(stated_totals(case, own, b))
+            mine = sorted(everything.get(row, 0.0) for row in actual)
+            torch.testing.assert_close(
+                torch.tensor(mine), torch.tensor(sorted(total for _, total in expected)), rtol=1e-6, atol=1e-5
+            )
+    assert (chosen[untouched] < 0).all()  # as it was
+
+
+def stated_totals(case: Case, own: int, b: int) -> list[tuple[int, float]]:
+    """The totals of all candidates of a sequence: what is chosen if all are kept."""
+    spans = case.operands["spans"].clone()
+    start, end = case.operands["cu_seqlens"][b : b + 2].tolist()
+    spans[b, 4] = end - start - int(spans[b, 3] - spans[b, 2])
+    everything = stated_rows(Case("select_keys", case.operands | {"spans": spans}, {}, case.attrs))[own][b]
+    return everything[: int(spans[b, 4])]
+
+
+def pack_case(seed: int, dtype: torch.dtype, kept_in: torch.dtype | None = None, longest: int = 40) -> Case:
+    rng = random.Random(seed)
+    kv_heads, size, layers = HEADS[seed % len(HEADS)][1], rng.choice([4, 5, 16]), rng.randint(1, 3)
+    lengths, spans = spanned(rng, longest)
+    tokens, generator = sum(lengths) + 2, torch.Generator().manual_seed(seed)
+    counts = [kept + high - low + rng.randint(0, 2) for _, _, low, high, kept in spans]
+    chosen = torch.full((rng.choice([1, kv_heads]), tokens), -1, dtype=torch.int32)
+    for b, start in enumerate(starts(lengths)[:-1].tolist()):
+        for row in chosen:
+            row[start : start + lengths[b]] = torch.tensor(
+                [rng.randrange(start, start + lengths[b]) for _ in range(lengths[b])]
+            )
+    width = kv_heads * size
+    kv = torch.randn(sum(counts) + 3, layers * 2 * width, generator=generator).to(kept_in or dtype)
+    firsts = [3 + sum(counts[:b]) for b in range(len(counts))]
+    extents = torch.tensor([[first, max(count, 1), 0, 0] for first, count in zip(firsts, counts, strict=True)])
+    operands = {
+        "k": strided(torch.randn(tokens, width, generator=generator).to(dtype)),
+        "v": strided(torch.randn(tokens, width, generator=generator).to(dtype)),
+        "chosen": chosen, "spans": torch.tensor(spans, dtype=torch.int32), "cu_seqlens": starts(lengths),
+        "extents": extents, "kv": kv,
+    }  # fmt: skip
+    return Case("pack_keys", operands, attrs={"layer": rng.randrange(layers), "head_size": size})
+
+
+def stated_packed(case: Case) -> Tensor:
+    """The state afterwards, number by number, as one long vector is laid out."""
+    given, size = case.operands, case.attrs["head_size"]
+    after, heads = given["kv"].clone(), given["k"].shape[1] // size
+    flat, columns = after.view(-1), after.shape[1]
+    for b, (_, _, low, high, kept) in enumerate(given["spans"].tolist()):
+        start, (row, rows) = int(given["cu_seqlens"][b]), given["extents"][b, :2].tolist()
+        for place, x in enumerate((given["k"], given["v"])):
+            for head in range(heads):
+                for j in range(kept + high - low):
+                    taken = int(given["chosen"][head % len(given["chosen"]), start + j])
+                    at = row * columns + ((2 * case.attrs["layer"] + place) * heads + head) * rows * size + j * size
+                    flat[at : at + size] = x[taken, head * size : (head + 1) * size].to(after.dtype)
+    return after
+
+
+@pytest.mark.some
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize(("sets", "over"), [("kv", "max"), ("kv", "mean"), ("each", "max"), ("all", "mean")])
+def test_scores_of_keys(dtype: torch.dtype, sets: str, over: str) -> None:
+    for seed in range(5):
+        case = score_case(seed, dtype, sets, over)
+        case.launch()
+        assert_scores(case, case.outputs["scores"])
+        if dtype == F64:
+            assert_scores(case, case.reference())
+
+
+def test_scores_of_more_keys_and_a_longer_block_than_a_tile_has() -> None:
+    case = score_case(2, F32, longest=40)
+    size = case.attrs["head_size"]
+    operands = {"q": torch.randn(2500, 4 * size), "k": torch.randn(2500, 2 * size), "cu_seqlens": starts([2500])}
+    operands["spans"] = torch.tensor([[3, 2300, 0, 2400, 1]], dtype=torch.int32)
+    case = Case("score_keys", operands, {"scores": torch.empty(2, 2500)}, case.attrs)
+    case.launch()
+    torch.testing.assert_close(case.outputs["scores"], case.reference().float(), rtol=1e-4, atol=1e-5)
+
+
+def test_selected_rows() -> None:
+    for seed in range(60):
+        case = select_case(seed)
+        case.launch()
+        assert_rows(case, case.outputs["chosen"])
+        reference, chosen = case.reference(), case.outputs["chosen"]
+        if case.attrs["sets"] == case.attrs["lists"]:
+            assert torch.equal(reference[reference >= 0], chosen[chosen >= 0])
+
+
+def test_every_candidate_may_be_kept_and_one_at_least_is() -> None:
+    """Of 7 rows with a span of 2 all 5 others, or the first of equal ones."""
+    scores, bounds = torch.tensor([[1.0, 2, 9, 9, 2, -1, 2]]), starts([7])
+    for kept, pool, expected in ((5, 3, [0, 1, 4, 5, 6, 2, 3]), (1, 1, [1, 2, 3]), (1, 5, [0, 2, 3])):
+        operands = {"scores": scores, "cu_seqlens": bounds, "spans": torch.tensor([[2, 4, 2, 4, kept]]).int()}
+        case = Case("select_keys", operands, {"chosen": torch.empty(1, 7).int()}, {"sets": 1, "lists": 1, "pool": pool})
+        case.launch()
+        assert case.outputs["chosen"][0, : len(expected)].tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_packed_keys(dtype: torch.dtype) -> None:
+    for seed in range(12):
+        case = pack_case(seed, dtype, BF16 if seed % 3 == 0 else None)
+        expected = stated_packed(case)
+        assert torch.equal(load("pack_keys").reference(**case.operands, **case.attrs), expected)
+        case.launch()
+        assert torch.equal(case.operands["kv"], expected)
+
+
+@pytest.mark.parametrize("dtype", OTHERS_SOAK, ids=name_of)
+def test_kernels_allocate_nothing(dtype: torch.dtype) -> None:
+    for seed in range(3):
+        check_allocates_nothing(score_case(seed, dtype, over="mean"))
+        check_allocates_nothing(select_case(seed))
+        check_allocates_nothing(pack_case(seed, dtype))
+
+
+@pytest.mark.parametrize(
+    ("case", "attrs", "message"),
+    [
+        (score_case(2, F32), {"kv_heads": 3}, "kv_heads"),
+        (score_case(3, F32, "all"), {"over": "sum"}, "over must be one of max, mean, not 'sum'"),
+        (select_case(0), {"pool": 4}, "pool must be an odd number of keys, not 4"),
+        (select_case(0), {"lists": 5}, "lists must divide"),
+        (pack_case(0, F32), {"layer": 7}, "not layer 7"),
+    ],
+)
+def test_bad_operands(case: Case, attrs: dict[str, Any], message: str) -> None:
+    record = contract(case.kernel)
+    specs = [Spec(tuple(case.operands[name].shape), name_of(case.operands[name].dtype)) for name in record.reads]
+    with pytest.raises(GraphError, match=message):
+        record.work(*specs, **case.attrs | attrs)
