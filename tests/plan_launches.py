@@ -111,7 +111,7 @@ LAUNCHES = [
            attrs={"own": 16, "processed": 0, "first_step": "evicts"},
            moved="table state=6 row cu_seqlens cu_rows seen committed", loose="state", sliced="committed", whole="M"),
     Launch("pack_keys", "k:f6,4 v:f6,4 chosen:i2,6 spans:i2,5 cu_seqlens:i3 extents:l2,4 kv:f9,16", "kv",
-           attrs={"layer": 1, "head_size": 2}, moved="k v chosen spans cu_seqlens k v", loose="kv extents"),
+           attrs={"layer": 1, "head_size": 2}, moved="k v chosen spans cu_seqlens k v", loose="kv"),
     Launch("pack_requests", "table:l5,46 room:l1,7", "row:l2 begin:i2 seen:i2 cu_seqlens:i3 cu_rows:i3 cu_extents:i3 table",
            attrs={"sequences": 2}, optional="sequences"),
     Launch("page_bounds",
