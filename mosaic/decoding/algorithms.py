@@ -135,7 +135,7 @@ def _of_canvas(size: StepSize, length: int) -> StepSize:
     """The same step of a sequence that has rows for its whole canvas."""
     cache = size.phase.cache
     rows = cache.rows((length,))
-    if cache.kept is None or (size.owned == (length,) and rows.items() <= size.states.items()):
+    if cache.kept is None or not cache.by_position or (size.owned == (length,) and rows.items() <= size.states.items()):
         return size
     return replace(size, owned=(length,), states={**size.states, **rows})
 

@@ -35,7 +35,6 @@ __all__ = [
 
 REMASKING: Final = ("low_confidence", "random", "sequential", "low_confidence_static", "low_confidence_dynamic")
 ALGS: Final = ("origin", "maskgit_plus", "topk_margin", "entropy")
-CACHES: Final = ("prefix", "dual")
 FINE_STEPS: Final = 4096
 """Most steps of Dream for fewer tokens than this: each step takes the host a draw or a count."""
 _COMMON: Final = frozenset({"algorithm", "gen_length", "temperature", "seed", "stop_at_eos"})
@@ -112,7 +111,8 @@ class GenerationConfig:
         Of all random draws.
     cache
         "prefix" or "dual": keep keys and values within a block (fast-dllm, llada); "dual" on fast-dllm-v2 keeps those of
-        the block while one of its small blocks is decoded.
+        the block while one of its small blocks is decoded. "sparse", or `SparseKeys`, keeps a share of the keys outside the block;
+        options may follow, such as "sparse:retention=0.1:selection=uniform" (fast-dllm, llada).
     small_block_length
         Fast-dLLM v2's.
     eps
@@ -164,7 +164,7 @@ class GenerationConfig:
     factor: float | None = None
     cfg_scale: float = 0.0
     seed: int = 0
-    cache: str | None = None
+    cache: str | Options | None = None
     small_block_length: int | None = None
     eps: float = 1e-3
     minimal_topk: int = 1
@@ -184,7 +184,6 @@ class GenerationConfig:
             ("algorithm", self.algorithm, ALGORITHMS),
             ("remasking", self.remasking, REMASKING),
             ("alg", self.alg, ALGS),
-            ("cache", self.cache, CACHES),
             ("block_cache", self.block_cache, BLOCK_CACHES),
             ("block_commit", self.block_commit, BLOCK_COMMITS),
         ):
@@ -328,7 +327,9 @@ def resolve(config: GenerationConfig, architecture: Architecture) -> GenerationC
     _check_model(name, traits, architecture)
     for option in KINDS:
         if getattr(config, option) is not None:
-            options: Options = options_of(option, getattr(config, option))
+            options = options_of(option, getattr(config, option))
+            if not isinstance(options, Options):
+                continue
             options.check(architecture, dual=config.cache == "dual")
             block = config.block_length or architecture.block or config.gen_length
             fitting: dict[str, Any] = {option: options.within_block(block)}

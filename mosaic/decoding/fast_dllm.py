@@ -17,6 +17,7 @@ from mosaic.decoding.llada import candidates, counts
 from mosaic.decoding.rows import ALL, RULE, TableRow
 from mosaic.models.parts import KEPT, WHOLE, Commit
 from mosaic.models.phase import Phase
+from mosaic.models.policies.sparse_keys import SparseKeys
 from mosaic.models.step import StepSize
 from mosaic.registrar.request_table import FROM_BLOCK, OPEN_ONES, RANDOM_ONES, REFRESHED
 from mosaic.registrar.request_table import WHOLE as WHOLE_SPAN
@@ -48,15 +49,18 @@ def _phase(config: GenerationConfig, architecture: Architecture, *, first: bool 
 
 
 def row(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> TableRow | None:
-    """Return what a table has to know of a request. The generator has caches on shifted models with steps of several tokens: there
+    """Return what a table has to know of a request. The generator has sparse keys, and caches on shifted models with steps of several tokens: there
     a step that follows the schedule commits one."""
     block, least, shifted = config.block_length or 1, config.threshold, architecture.shifted
+    window = _WINDOWS.get(config.cache)
+    if window is None:
+        return None
     if shifted and config.cache and config.steps and least is None and counts(config)[0] > 1:
         return None
     at_least = ALL if least is None else float(np.nextafter(np.float32(least), np.float32(-np.inf)))
     return TableRow(
         sampling=_sampling(config, architecture), start=prompt_len, prefix=0, length=prompt_len + config.gen_length,
-        block=block, window=_WINDOWS[config.cache], steps=len(counts(config)) if config.steps and least is None else block,
+        block=block, window=window, steps=len(counts(config)) if config.steps and least is None else block,
         threshold=at_least if config.factor is None else config.factor,
         decides=RANDOM_ONES if config.remasking == "random" else OPEN_ONES, shifted=shifted,
         cache=WHOLE if config.cache is None else KEPT,
@@ -78,29 +82,33 @@ def decode(canvas: Canvas) -> Steps:
     rule: dict[str, Any] = {"threshold": config.factor if config.factor is not None else config.threshold or 0.0}
     for number in range(config.gen_length // block):
         canvas.block, start = number, canvas.prompt_len + number * block
-        ends = {None: canvas.length, "prefix": canvas.length, "dual": start + block}
-        window = (0, canvas.length)
+        end = canvas.length if config.cache in (None, "prefix") else start + block
+        window, count = (0, canvas.length), 0
         quotas = iter(counts(config) if config.steps else ())
         while len(positions := canvas.open_rows(start, start + block)):
-            first = config.cache is not None and window[0] == 0
+            first = config.cache is not None and count == 0
             quota = next(quotas, 1)
             positions = positions[:1] if first and shifted else candidates(canvas, positions, quota)
-            step = blocks.step(start, 0, window, key_len=canvas.length, phase=whole if first else None, writes=first)
+            step = blocks.step(start, count, window, key_len=canvas.length, phase=whole if first else None, writes=first)
             quota = 1 if first and shifted else quota
             result = yield blocks.ask(canvas, step, positions, sampling=sampling, quota=quota, **rule)
             blocks.take(canvas, step, result)
             if canvas.finished:
                 return
             if config.cache:
-                window = (start, ends[config.cache])
+                window = (start, end)
+            count += 1
 
 
 def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> Shapes:
     """Return the whole canvas with a block's rows; on shifted models with one row, then the first window."""
     length, block = prompt_len + config.gen_length, config.block_length or 0
     blocks = Blocks(config, architecture, prompt_len, _phase(config, architecture))
-    phase, first = blocks.step(0, 0, (0, block)).phase, _phase(config, architecture, first=True)
+    phase, first = blocks.step(prompt_len, 0, (0, block)).phase, _phase(config, architecture, first=True)
     rows = max(counts(config)) if config.remasking == "random" else block
+    if isinstance(config.cache, SparseKeys):
+        own = {"answer": config.gen_length, "rows": rows, "first": first if architecture.shifted else None}
+        return [*config.cache.steps(phase, length, block, **own).values()]
     if not config.cache:
         return [StepSize(phase=phase, windows=(length,), rows=rows)]
     if not architecture.shifted:

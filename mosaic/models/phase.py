@@ -139,7 +139,7 @@ class Phase:
         The graphs of a cut phase are `denoise_prefix` and `denoise_suffix`."""
         if not self.head.decides:
             return "commit"
-        whole = "denoise" if self.cached else "full_step"
+        whole = self.cache.label or ("denoise" if self.cached else "full_step")
         return whole if self.graph == "whole" else f"{whole}_{self.graph}"
 
     @cached_property

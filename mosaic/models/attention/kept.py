@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from mosaic.models.attention import Way
 from mosaic.models.attention.projections import (
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from mosaic.registrar.operator import Dim
     from mosaic.registrar.schemes.scheme import Bundle
 
+KeptIn: TypeAlias = "tuple[tuple[Buffer, Buffer, Buffer], int]"
+"""The state that a layer's keys are in, the extents of its rows with their bounds by sequence, and the layer's place there."""
+
 
 class _Kept(Way):
     """`stored(layer)` is called once the window's keys are in the state; it registers ops over them."""
@@ -37,9 +40,13 @@ class _Kept(Way):
         self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer | None = None
     ) -> None:
         """Write the window's keys and values into the state, and the queries into their buffer, if there is one."""
-        _store(step, layer, norm, matrices, queries)
+        _store(step, layer, norm, matrices, queries, self.stored_in(step, layer))
         if self._stored is not None:
             self._stored(step, layer)
+
+    def stored_in(self, step: StepGraph, layer: int) -> KeptIn:
+        """Return where a layer's keys are written, rows found by the positions of the window."""
+        return _kept_in(step, layer)
 
     def keep(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]) -> None:
         """Store the window's keys and values."""
@@ -95,11 +102,13 @@ class KeptQueries(_Kept):
             step.hidden.keep(source)
 
 
-def _store(step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer | None) -> None:
-    g, head_size, (kept, place) = step.g, step.arch.stack[layer].attention.head_size, _kept_in(step, layer)
+def _store(
+    step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer | None, kept_in: KeptIn
+) -> None:
+    g, head_size, (kept, place) = step.g, step.arch.stack[layer].attention.head_size, kept_in
     with g.chunk("proj", over=step.tokens, tile=PROJECTION_TILE, name="keys") as rows:
         if queries is not None and step.fused:
-            _store_at_once(step, layer, rows, norm, matrices, queries)
+            _store_at_once(step, layer, rows, norm, matrices, queries, kept_in)
             return
         _, h = step.normed(rows, norm, "keys_in")
         if queries is not None:
@@ -112,10 +121,10 @@ def _store(step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle
 
 
 def _store_at_once(
-    step: StepGraph, layer: int, rows: Dim, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer
+    step: StepGraph, layer: int, rows: Dim, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer, kept_in: KeptIn
 ) -> None:
     """Project and store in two launches, for this iteration's rows of the hidden state."""
-    g, arch, own, (kept, place) = step.g, step.arch, step.arch.stack[layer].attention, _kept_in(step, layer)
+    g, arch, own, (kept, place) = step.g, step.arch, step.arch.stack[layer].attention, kept_in
     x = step.hidden.rows(rows, "keys_in_rows")
     projections = [matrices[f"{name}_proj"].whole for name in "qkv"]
     found = [
@@ -160,7 +169,7 @@ def attend(step: StepGraph, layer: int, q: Buffer, seen: str = "seen", chosen: C
     return y
 
 
-def _kept_in(step: StepGraph, layer: int) -> tuple[tuple[Buffer, Buffer, Buffer], int]:
+def _kept_in(step: StepGraph, layer: int) -> KeptIn:
     """The state that a layer's keys are kept in with the extents of its rows, and the layer's place there."""
     window = step.arch.stack[layer].attention.window
     if step.near is None:

@@ -24,4 +24,8 @@ class Together(Way):
         widths = {"q": own.width, "k": own.kv_width, "v": own.kv_width}
         whole = {name: g.buffer(name, (step.tokens, width), arch.dtype) for name, width in widths.items()}
         project_rows(step, layer, norm, matrices, whole, "proj", "attention_in")
+        self.projected(step, layer, whole["q"], whole["k"], whole["v"])
         project_out(step, attend(step, layer, whole["q"], whole["k"], whole["v"]), matrices["o_proj"])
+
+    def projected(self, step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer) -> None:
+        """Register what a policy makes of a layer's queries, keys and values while they exist."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 
@@ -58,9 +58,19 @@ class Seen(NamedTuple):
 
 
 class CachePolicy(Part):
-    """The source of the keys and values that a step attends to."""
+    """The source of the keys and values that a step attends to.
+
+    Attributes
+    ----------
+    label
+        What steps that decide tokens are called, if not `full_step` or `denoise`.
+    by_position
+        Whether a sequence has a row of `kept` for each position of its canvas.
+    """
 
     __slots__ = ()
+    label: ClassVar[str] = ""
+    by_position: ClassVar[bool] = True
 
     @property
     def kept(self) -> State | None:

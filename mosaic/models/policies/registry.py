@@ -13,17 +13,21 @@ from mosaic.models.policies.focus_options import Eviction
 from mosaic.models.policies.mage import Selecting
 from mosaic.models.policies.mage_options import SparseAttention
 from mosaic.models.policies.policy import Options, Policy
+from mosaic.models.policies.sparse_keys import Keeping, SparseKeys
 from mosaic.models.policies.spelled import spelled
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
 POLICIES: Final[Mapping[str, Mapping[type, type[Policy]]]] = {
+    "cache": {SparseKeys: Keeping},
     "attention": {SparseAttention: Selecting, PrefixReuse: Reusing},
     "block_cache": {str: Freezing},
     "eviction": {Eviction: Evicting},
 }
 """By field of a request: the types of options that it takes, and the policy of each; hooks are called in this order."""
+PLAIN: Final[Mapping[str, tuple[str, ...]]] = {"cache": ("prefix", "dual")}
+"""The names that such a field also takes, which have neither options nor a policy."""
 KINDS: Final[Mapping[str, tuple[type[Options], ...]]] = {
     field: kinds
     for field, made in POLICIES.items()
@@ -61,7 +65,7 @@ def policies_of(config: Any, arch: Architecture, positions: int = 0) -> tuple[Po
 
 
 def options_of(field: str, value: object) -> Any:
-    """Return the options that a field's text names; options are returned unchanged.
+    """Return the options that a field's text names; options, and names without any, are returned unchanged.
 
     Presets are combined with "+". Options may follow, such as "mage:k=1024:every=8".
 
@@ -70,13 +74,15 @@ def options_of(field: str, value: object) -> Any:
     UsageError
         If it is neither text nor options, or a value is invalid. UnknownName: if there is no such preset or option.
     """
-    kinds, presets = KINDS[field], NAMES[field]
-    if isinstance(value, kinds):
+    kinds, presets, plain = KINDS[field], NAMES[field], PLAIN.get(field, ())
+    if isinstance(value, kinds) or (isinstance(value, str) and value in plain):
         return value
     if not isinstance(value, str):
         given = ", ".join(f"{kind.__name__}(…)" for kind in kinds)
-        raise UsageError(f"{field} is {value!r}; it must be {given}, or one of {', '.join(presets)}.")
+        raise UsageError(f"{field} is {value!r}; it must be {given}, or one of {', '.join([*plain, *presets])}.")
     name, options = spelled(value)
+    if name in plain:
+        raise UsageError(f"{field} '{name}' has no options; {', '.join(options)} is for {', '.join(presets)}.")
     together = {
         f"{one}+{other}": both
         for one, first in presets.items()
@@ -85,7 +91,7 @@ def options_of(field: str, value: object) -> Any:
     }
     known = {**presets, **together}
     if name not in known:
-        raise UnknownName(field, name, [*known])
+        raise UnknownName(field, name, [*plain, *known])
     taken = dict.fromkeys(option for kind in kinds for option in kind.names())
     for option in options:
         if option not in taken:
