@@ -29,7 +29,14 @@ Alg: TypeAlias = Annotated[str | None, typer.Option(help="Dream: origin, maskgit
 AlgTemp: TypeAlias = Annotated[float | None, typer.Option(help="Dream: randomness of the positions.")]
 Threshold: TypeAlias = Annotated[float | None, typer.Option(help="Commit every token whose confidence is above this.")]
 Factor: TypeAlias = Annotated[float | None, typer.Option(help="Fast-dLLM: the factor rule instead of a threshold.")]
-Cache: TypeAlias = Annotated[str | None, typer.Option(help="Fast-dLLM: prefix or dual.")]
+Cache: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="LLaDA, Dream (fast-dllm): prefix, dual, or sparse, with options as in sparse:retention=0.1."),
+]
+PlannedCache: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--cache", help="LLaDA, Dream: plan a Refresh and Reuse of --ctx positions, sparse or sparse:retention=0.1."),
+]
 SmallBlockLength: TypeAlias = Annotated[int | None, typer.Option(help="Fast-dLLM v2: tokens decoded together.")]
 EditThreshold: TypeAlias = Annotated[
     float | None, typer.Option(help="LLaDA2.1: probability above which a token is replaced.")

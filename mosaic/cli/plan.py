@@ -13,6 +13,9 @@ from mosaic.cli.completion import device_names, model_names, solver_names
 from mosaic.cli.eviction import block_of, cut_of, pays_up_to, report_graphs
 from mosaic.cli.eviction import figures as eviction_figures
 from mosaic.cli.output import note, print_json, report_plan, results
+from mosaic.cli.sparse_keys import figures as cache_figures
+from mosaic.cli.sparse_keys import report_steps as report_cache
+from mosaic.cli.sparse_keys import requests_of as requests_of_cache
 from mosaic.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,6 +47,8 @@ def plan(
     solver: Annotated[
         str, typer.Option(help="Offset solver; see `mosaic pack --solver help`.", autocompletion=solver_names)
     ] = "auto",
+    cache: o.PlannedCache = None,
+    block_length: o.BlockLength = None,
     attention: o.Attention = None,
     eviction: o.Eviction = None,
     block_cache: o.BlockCache = None,
@@ -82,6 +87,13 @@ def plan(
         raise UsageError("--eviction plans whole blocks; leave --masked and --mask-ratio out.")
     if block_cache is not None and evicting is None:
         raise UsageError("--block-cache goes with --eviction, such as --eviction focus.")
+    keeping = _options("cache", cache)
+    if keeping is not None and (policy, evicting, seq_lens, masked, mask_ratio) != (None,) * 5:
+        raise UsageError(
+            "--cache plans a canvas of --ctx; leave --attention, --eviction, --seq-lens, --masked and --mask-ratio out."
+        )
+    if block_length is not None and keeping is None:
+        raise UsageError("--block-length goes with --cache, such as --cache sparse.")
     targets = {"json": out, "html": html, "png": png, "trace": trace, "snapshot": snapshot}
     if any(targets.values()):
         from mosaic.cli.exports import check_targets, export
@@ -95,19 +107,23 @@ def plan(
         planner.verify_checkpoint()
         steps = {} if policy is None else requests_of(planner, ctx, policy)
         run = {name: step for name, step in steps.items() if name != "exact"}
+        if keeping is not None:
+            run = requests_of_cache(planner, ctx, keeping, block_length)
         if evicting is not None:
             evicting.check(described.architecture)
             blocks = run or {"later": block_of(planner, ctx, seq_lens)}
             cut = {name: cut_of(planner, step, evicting, block_cache) for name, step in blocks.items()}
             run = {name: step for name, (_, step) in cut.items()}
         if run:
-            request = next((step for step in run.values() if not planner.fits(step)), run["later"])
+            request = next((step for step in run.values() if not planner.fits(step)), run.get("later") or run["refresh"])
         else:
             request = read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
         made = planner.plan(request, solver=solver)
         reason = None if made.fits else misfit(planner, request, made)
         if reason is None and policy is not None:
             others = {name: planner.plan(step, limit=False) for name, step in steps.items()}
+        if reason is None and keeping is not None:
+            kept = cache_figures({name: planner.plan(step, limit=False) for name, step in run.items()})
         if reason is None and evicting is not None:
             whole, evicted = cut["later"]
             graphs = eviction_figures(planner.plan(whole, limit=False), planner.plans(evicted, limit=False))
@@ -128,11 +144,14 @@ def plan(
         if as_json and run:
             of_steps = {"steps": figures(others)} if policy is not None else {}
             of_graphs = {"graphs": graphs, "eviction_pays_up_to": pays_up_to(graphs)} if evicting is not None else {}
-            print_json({**made.document, **of_steps, **of_graphs})
+            of_cache = {"steps": kept} if keeping is not None else {}
+            print_json({**made.document, **of_steps, **of_graphs, **of_cache})
             return
         report_plan(made.document, as_json, explain)
         if policy is not None:
             report_steps(figures(others), policy, described.architecture.block)
+        if keeping is not None:
+            report_cache(kept, keeping)
         if evicting is not None:
             report_graphs(graphs, evicting)
 

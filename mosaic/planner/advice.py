@@ -256,7 +256,7 @@ def _named(other: Planner, planner: Planner) -> str:
 
 def _fewer_rows(planner: Planner, request: Request) -> Iterator[Option]:
     """The most masked rows that fit."""
-    if not request.size.has_rows or request.phase.cut is not None:
+    if not request.size.has_rows or request.phase.cut is not None or request.sized is not None:
         return
     rows = _most(request.size.rows, lambda n: _fits(planner, replace(request, masked=n)))
     if rows:

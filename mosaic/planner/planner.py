@@ -233,7 +233,8 @@ class Planner:
         window = max(size.windows) if size.phase.cached else None
         rows = 0 if share is not None else size.rows
         kind = (solver, size.kind, share, rows, size.logit_rows, size.kept, window, frozenset(size.others.items()))
-        key = (*kind, self.budget_bytes, self.host_budget_bytes, *self.pinned.items())
+        sized = step.sized if isinstance(step, Request) else None
+        key = (*kind, sized, self.budget_bytes, self.host_budget_bytes, *self.pinned.items())
         if key not in self._longest:
             self._longest[key] = found()
         return self._longest[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil
@@ -38,6 +38,8 @@ class Request:
         Cached phases: keys that each window sees, itself included.
     states
         Rows of each state, of all owners together; as for `StepSize`.
+    sized
+        The step of another context, if that is not this one with other lengths.
 
     Attributes
     ----------
@@ -57,6 +59,7 @@ class Request:
     phase: Phase = FULL_STEP
     key_lens: tuple[int, ...] = ()
     states: Mapping[State, Size] = field(default_factory=dict, hash=False)
+    sized: Callable[[int], StepSize] | None = field(default=None, repr=False, compare=False)
     size: StepSize = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +92,9 @@ class Request:
 
     def at(self, context: int) -> StepSize:
         """Return the step for one sequence of another length: `StepSize.at`, with the share of masked rows kept if they
-        were given as a share."""
+        were given as a share; or as `sized` says."""
+        if self.sized is not None:
+            return self.sized(context)
         size = self.size.at(context)
         return size if self.masked is not None else replace(size, rows=self._rows(size.tokens))
 
