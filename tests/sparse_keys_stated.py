@@ -1,0 +1,155 @@
+"""Sparse keys stated apart from Mosaic: a loop over one canvas in float64, position by position and head by head.
+
+`fast_dllm` of `test_decoding` with the keys of the context cut down as dLLM-Serve describes it (sections 2.3 and 4.5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import floor
+from typing import Any
+
+import torch
+from reference_runner import Network, factor_count
+from test_decoding import Draw, best, canvas_of, shifted, spread
+from torch import Tensor
+
+Kept = list[list[list[tuple[int, Tensor, Tensor]]]]
+"""Of every layer and key-value head, what is attended to outside the window: positions, keys and values."""
+
+
+@dataclass
+class Options:
+    retention: float = 0.5
+    selection: str = "head-centric"
+    group: str = "max"
+    pool: int = 3
+    interval: int = 1
+    delay: int = 0
+
+
+@dataclass
+class Forward:
+    """One forward of a window: the logits of its rows, and queries, keys and values by layer, [T, heads, H]."""
+
+    logits: Tensor
+    seen: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+
+class Stated:
+    """A network in float64."""
+
+    def __init__(self, network: Network) -> None:
+        wide = {name: tensor.double() for name, tensor in network.tensors.items()}
+        self.net, self.arch = Network(network.arch, wide), network.arch
+
+    def forward(self, tokens: Tensor, start: int, kept: Kept | None) -> Forward:
+        """A window that sees itself and, by head, what was kept of others."""
+        net, arch, tensors = self.net, self.arch, self.net.tensors
+        size, group = arch.attention.head_size, arch.attention.heads // arch.attention.kv_heads
+        positions, seen = torch.arange(start, start + len(tokens)), []
+        x = tensors[arch.names.embedding][tokens]
+        for layer in range(arch.layers):
+            name = {n: getattr(arch.names, n).format(layer=layer) for n in
+                    ("attention_norm", "ffn_norm", "query", "key", "value", "output", "gate", "up", "down")}  # fmt: skip
+            normed = net._norm(x, name["attention_norm"])
+            q, k, v = (net._project(normed, name[part]).view(len(tokens), -1, size) for part in ("query", "key", "value"))
+            q, k = net._rotate(q, positions), net._rotate(k, positions)
+            seen.append((q, k, v))
+            outputs = []
+            for head in range(arch.attention.heads):
+                own = [] if kept is None else kept[layer][head // group]
+                own = [entry for entry in own if not start <= entry[0] < start + len(tokens)]
+                keys = torch.stack([*k[:, head // group], *(key for _, key, _ in own)])
+                values = torch.stack([*v[:, head // group], *(value for _, _, value in own)])
+                outputs.append((q[:, head] @ keys.T / size**0.5).softmax(-1) @ values)
+            x = x + torch.cat(outputs, -1) @ tensors[name["output"]].T
+            normed = net._norm(x, name["ffn_norm"])
+            gate, up = (normed @ tensors[name[part]].T for part in ("gate", "up"))
+            x = x + (torch.nn.functional.silu(gate) * up) @ tensors[name["down"]].T
+        return Forward(net.unembed(net._norm(x, arch.names.final_norm)).float(), seen)
+
+    def keep(self, found: Forward, block: range, span: range, chosen: Options) -> Kept:
+        """What each head keeps: the best candidates, and the span."""
+        kept: Kept = []
+        for q, k, v in found.seen:
+            length, heads, kv_heads = len(q), q.shape[1], k.shape[1]
+            candidates = [p for p in range(length) if p not in span]
+            count = max(1, floor(Fraction(str(chosen.retention)) * len(candidates)))
+            mean = q[block.start : block.stop].mean(0)
+            of_heads = [[float(mean[h] @ k[p, h * kv_heads // heads]) for p in candidates] for h in range(heads)]
+            kept.append([])
+            for kv_head in range(kv_heads):
+                own = of_heads[kv_head * heads // kv_heads : (kv_head + 1) * heads // kv_heads]
+                if chosen.selection == "uniform":
+                    totals = [sum(each) for each in zip(*(pooled(one, chosen.pool) for one in of_heads), strict=True)]
+                elif chosen.selection == "uniform-published":
+                    totals = pooled([sum(each) / heads for each in zip(*of_heads, strict=True)], chosen.pool)
+                else:
+                    combine = max if chosen.group == "max" else lambda each: sum(each) / len(each)
+                    totals = pooled([combine(each) for each in zip(*own, strict=True)], chosen.pool)
+                order = sorted(range(len(candidates)), key=lambda at: (-totals[at], at))[:count]
+                taken = [candidates[at] for at in order] + [*span]
+                kept[-1].append([(p, k[p, kv_head], v[p, kv_head]) for p in taken])
+        return kept
+
+    def renew(self, kept: Kept, found: Forward, start: int) -> Kept:
+        """The same, with a window's keys in place of those of its positions."""
+        return [
+            [
+                [
+                    (p, k[p - start, head], v[p - start, head]) if start <= p < start + len(k) else (p, key, value)
+                    for p, key, value in own
+                ]
+                for head, own in enumerate(of_layer)
+            ]
+            for of_layer, (_, k, v) in zip(kept, found.seen, strict=True)
+        ]
+
+    def generate(
+        self, prompt: Tensor, gen: int, block: int, chosen: Options, draw: Draw, *, threshold: float | None = None,
+        factor: float | None = None, steps: int | None = None,
+    ) -> tuple[Tensor, list[str]]:  # fmt: skip
+        """Return the canvas and what each step was."""
+        x, open_ = canvas_of(self.net, prompt, len(prompt) + gen)
+        dreams, said, kept, span = self.arch.shifted, [], None, range(0)
+        width = block * chosen.interval
+        for start in range(len(prompt), len(x), block):
+            low = start - (start - len(prompt)) % width
+            counts, number = spread(block, steps * block // gen) if steps else [], 0
+            while left := [p for p in sorted(open_) if start <= p < start + block]:
+                first = 0
+                if start in span or number > chosen.delay:
+                    first = start - (dreams and start in open_)
+                    found = self.forward(x[first : start + block], first, kept)
+                    kept = self.renew(kept, found, first)
+                    said.append("reuse")
+                else:
+                    found = self.forward(x, 0, None)
+                    said.append("full_step" if number < chosen.delay else "refresh")
+                    if number == chosen.delay:
+                        span = range(low, min(low + width, len(x)))
+                        kept = self.keep(found, range(start, start + block), span, chosen)
+                logits = shifted(found.logits) if dreams else found.logits
+                drawn = {p: draw(logits[p - first], len(said) - 1, p) for p in left}
+                scores: dict[int, Any] = {p: score for p, (_, score) in drawn.items()}
+                ranked = best(scores, len(left))
+                if number == 0 and dreams:
+                    taken = [start]
+                elif factor is not None:
+                    taken = ranked[: factor_count([float(scores[p]) for p in ranked], factor)]
+                elif threshold is not None:
+                    taken = ranked[:1] + [p for p in ranked[1:] if scores[p] >= torch.tensor(threshold)]
+                else:
+                    taken = ranked[: counts.pop(0)]
+                for p in taken:
+                    x[p] = drawn[p][0]
+                    open_.remove(p)
+                number += 1
+        return x, said
+
+
+def pooled(scores: list[float], width: int) -> list[float]:
+    """The largest of the scores around each."""
+    return [max(scores[max(at - width // 2, 0) : at + width // 2 + 1]) for at in range(len(scores))]
