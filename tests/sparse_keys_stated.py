@@ -54,7 +54,9 @@ class Stated:
             name = {n: getattr(arch.names, n).format(layer=layer) for n in
                     ("attention_norm", "ffn_norm", "query", "key", "value", "output", "gate", "up", "down")}  # fmt: skip
             normed = net._norm(x, name["attention_norm"])
-            q, k, v = (net._project(normed, name[part]).view(len(tokens), -1, size) for part in ("query", "key", "value"))
+            q, k, v = (
+                net._project(normed, name[part]).view(len(tokens), -1, size) for part in ("query", "key", "value")
+            )
             q, k = net._rotate(q, positions), net._rotate(k, positions)
             seen.append((q, k, v))
             outputs = []

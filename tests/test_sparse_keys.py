@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -33,7 +34,11 @@ def cases() -> Iterator[dict[str, Case]]:
         family = "dream" if name == "hosted" else name
         arch = models.load(CONFIGS[family]).architecture
         tensors = random_tensors(arch, 0)
-        hosted = {"config": {"stream": "all", "hidden": "host", "proj": 128}, "host_budget": "64MiB"} if name == "hosted" else {}
+        hosted = (
+            {"config": {"stream": "all", "hidden": "host", "proj": 128}, "host_budget": "64MiB"}
+            if name == "hosted"
+            else {}
+        )
         made[name] = Case(CompiledRunner(CONFIGS[family], tensors, debug="poison", **hosted), Network(arch, tensors))
     yield made
     for case in made.values():
@@ -111,7 +116,13 @@ def test_a_refresh_at_every_step_is_the_plain_algorithm(cases: dict[str, Case]) 
 
 
 def test_streamed_layers_and_hidden_states_on_the_host_change_nothing(cases: dict[str, Case]) -> None:
-    given = {"algorithm": "fast-dllm", "block_length": 4, "threshold": 0.3, "gen_length": 12, "cache": "sparse:retention=0.3"}
+    given = {
+        "algorithm": "fast-dllm",
+        "block_length": 4,
+        "threshold": 0.3,
+        "gen_length": 12,
+        "cache": "sparse:retention=0.3",
+    }
     steps: list[Step] = []
     plain = cases["dream"].generate([prompt_of(150)], **given)[0]
     hosted = cases["hosted"].generate([prompt_of(150)], on_step=steps.append, **given)[0]
@@ -164,7 +175,8 @@ def test_a_cancelled_request_leaves_no_rows(cases: dict[str, Case]) -> None:
     case = cases["dream"]
     with Session(case.runner) as session:
         live = [
-            session.submit(prompt_of(n), algorithm="fast-dllm", gen_length=8, block_length=4, cache="sparse") for n in (12, 6)
+            session.submit(prompt_of(n), algorithm="fast-dllm", gen_length=8, block_length=4, cache="sparse")
+            for n in (12, 6)
         ]
         for _ in range(3):
             session.advance()
@@ -193,14 +205,16 @@ def test_no_layer_keeps_its_full_keys() -> None:
     keys = [b for b in planner.plan(refresh).records.buffers if b.name.endswith((".k", "/k", "/v"))]
     assert len(keys) == 64 and all(one.pool == "workspace" for one in keys)
     spans = sorted((one.start, one.end) for one in keys if one.name.endswith("/k"))
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
 
 
 def test_steps_are_no_larger_than_their_sizes(cases: dict[str, Case]) -> None:
     for family in FAMILIES:
         for chosen in (SparseKeys(interval=2, delay=1), SparseKeys(retention=1.0)):
             case = cases[family]
-            case.generate([prompt_of(14)], algorithm="fast-dllm", gen_length=12, block_length=4, threshold=0.3, cache=chosen)
+            case.generate(
+                [prompt_of(14)], algorithm="fast-dllm", gen_length=12, block_length=4, threshold=0.3, cache=chosen
+            )
             assert case.runner.peak_bytes <= case.runner.checked.total_bytes
 
 
@@ -227,11 +241,19 @@ def test_the_largest_context_counts_the_packed_keys() -> None:
         ("llada", "sparse:pool=4", "cache: pool is 4; it must be an odd number of positions."),
         ("llada", "sparse:delay=2", "cache: delay is 2; it must be 0 or 1."),
         ("llada", "sparse:selection=global", "unknown cache's selection 'global'"),
-        ("llada", "sparse:selection=uniform:group=mean", "cache: group 'mean' is about selection 'head-centric'; leave it out."),
+        (
+            "llada",
+            "sparse:selection=uniform:group=mean",
+            "cache: group 'mean' is about selection 'head-centric'; leave it out.",
+        ),
         ("llada", "dual:retention=0.5", "cache 'dual' has no options; retention is for sparse."),
         ("llada", "sparce", "unknown cache 'sparce'. Did you mean 'sparse'"),
         ("llada", 3, r"cache is 3; it must be SparseKeys\(…\), or one of prefix, dual, sparse."),
-        ("sdar", "sparse", "cache 'sparse': this model attends by blocks of 8; sparse keys are for models that attend in both"),
+        (
+            "sdar",
+            "sparse",
+            "cache 'sparse': this model attends by blocks of 8; sparse keys are for models that attend in both",
+        ),
         ("dream", "sparse", "cache means nothing to the algorithm 'dream'"),
     ],
 )

@@ -73,7 +73,10 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     kv, narrow = empty(40_000, 36 * 2 * 1024), {"k": empty(rows, 1024), "v": empty(rows, 1024)}
     where = {"kv": kv, "extents": empty(5, 4, dtype=index), "cu_extents": cu_seqlens, "cu_seqlens": cu_seqlens}
     yield "kv_store", {**narrow, **where, "positions": empty(rows, dtype=torch.int32), "layer": 3, "head_size": size}
-    spans, of_heads = {"spans": empty(1, 5, dtype=torch.int32), "cu_seqlens": cu_seqlens}, {"kv_heads": 8, "head_size": size}
+    spans, of_heads = (
+        {"spans": empty(1, 5, dtype=torch.int32), "cu_seqlens": cu_seqlens},
+        {"kv_heads": 8, "head_size": size},
+    )
     scores, chosen = empty(32, rows, dtype=wide), empty(8, rows, dtype=torch.int32)
     for sets, over in ((8, "max"), (1, "mean")):
         scored = {"q": x, "k": narrow["k"], "scores": scores[:sets], "sets": sets, "over": over}

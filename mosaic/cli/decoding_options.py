@@ -35,7 +35,9 @@ Cache: TypeAlias = Annotated[
 ]
 PlannedCache: TypeAlias = Annotated[
     str | None,
-    typer.Option("--cache", help="LLaDA, Dream: plan a Refresh and Reuse of --ctx positions, sparse or sparse:retention=0.1."),
+    typer.Option(
+        "--cache", help="LLaDA, Dream: plan a Refresh and Reuse of --ctx positions, sparse or sparse:retention=0.1."
+    ),
 ]
 SmallBlockLength: TypeAlias = Annotated[int | None, typer.Option(help="Fast-dLLM v2: tokens decoded together.")]
 EditThreshold: TypeAlias = Annotated[

@@ -115,7 +115,9 @@ def plan(
             cut = {name: cut_of(planner, step, evicting, block_cache) for name, step in blocks.items()}
             run = {name: step for name, (_, step) in cut.items()}
         if run:
-            request = next((step for step in run.values() if not planner.fits(step)), run.get("later") or run["refresh"])
+            request = next(
+                (step for step in run.values() if not planner.fits(step)), run.get("later") or run["refresh"]
+            )
         else:
             request = read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
         made = planner.plan(request, solver=solver)

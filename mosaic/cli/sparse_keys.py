@@ -28,12 +28,14 @@ def requests_of(planner: Planner, ctx: str | None, cache: SparseKeys | str, bloc
 
     if isinstance(cache, str):
         raise UsageError(f"--cache plans the steps of sparse keys; use --cache sparse, not {cache}.")
-    cache.check(planner.architecture)
+    cache.check(planner.model.architecture)
     if ctx is None or ctx == "auto":
         raise UsageError("--cache plans the steps of a canvas: give its positions, such as --ctx 128k.")
     length, tokens = parse_tokens(ctx), BLOCK if block is None else block
     if not 0 < tokens < length:
-        raise UsageError(f"--block-length is {tokens}; a block has 1 to {length - 1:,} of the canvas' {length:,} positions.")
+        raise UsageError(
+            f"--block-length is {tokens}; a block has 1 to {length - 1:,} of the canvas' {length:,} positions."
+        )
 
     def sized(name: str, positions: int) -> StepSize:
         return cache.steps(phase, max(positions, tokens + 1), tokens)[name]
@@ -52,10 +54,12 @@ def figures(plans: dict[str, Plan]) -> dict[str, dict[str, float]]:
     """Return each step's predicted milliseconds, and its bytes: in all, and of packed keys."""
     return {
         name: {
-            "predicted_step_ms": plan.predicted_step_ms, "total_bytes": plan.total_bytes, "packed_bytes": plan.pools["state/packed"],
+            "predicted_step_ms": plan.predicted_step_ms,
+            "total_bytes": plan.total_bytes,
+            "packed_bytes": plan.pools["state/packed"],
         }
         for name, plan in plans.items()
-    }  # fmt: skip
+    }
 
 
 def report_steps(found: dict[str, dict[str, float]], cache: SparseKeys) -> None:

@@ -7,6 +7,7 @@ approximations. On LLaDA and on Dream.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["decode", "row", "shapes"]
 
 FACTOR: Final = Commit(score="confidence", rule="factor")
-_WINDOWS: Final = {None: WHOLE_SPAN, "dual": REFRESHED, "prefix": FROM_BLOCK}
+_WINDOWS: Final[Mapping[Any, int]] = {None: WHOLE_SPAN, "dual": REFRESHED, "prefix": FROM_BLOCK}
 
 
 def _sampling(config: GenerationConfig, architecture: Architecture) -> Sampling:
@@ -49,8 +50,8 @@ def _phase(config: GenerationConfig, architecture: Architecture, *, first: bool 
 
 
 def row(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> TableRow | None:
-    """Return what a table has to know of a request. The generator has sparse keys, and caches on shifted models with steps of several tokens: there
-    a step that follows the schedule commits one."""
+    """Return what a table has to know of a request. The generator has sparse keys, and caches on shifted models with steps of
+    several tokens: there a step that follows the schedule commits one."""
     block, least, shifted = config.block_length or 1, config.threshold, architecture.shifted
     window = _WINDOWS.get(config.cache)
     if window is None:
@@ -89,7 +90,9 @@ def decode(canvas: Canvas) -> Steps:
             first = config.cache is not None and count == 0
             quota = next(quotas, 1)
             positions = positions[:1] if first and shifted else candidates(canvas, positions, quota)
-            step = blocks.step(start, count, window, key_len=canvas.length, phase=whole if first else None, writes=first)
+            step = blocks.step(
+                start, count, window, key_len=canvas.length, phase=whole if first else None, writes=first
+            )
             quota = 1 if first and shifted else quota
             result = yield blocks.ask(canvas, step, positions, sampling=sampling, quota=quota, **rule)
             blocks.take(canvas, step, result)
@@ -107,8 +110,8 @@ def shapes(config: GenerationConfig, architecture: Architecture, prompt_len: int
     phase, first = blocks.step(prompt_len, 0, (0, block)).phase, _phase(config, architecture, first=True)
     rows = max(counts(config)) if config.remasking == "random" else block
     if isinstance(config.cache, SparseKeys):
-        own = {"answer": config.gen_length, "rows": rows, "first": first if architecture.shifted else None}
-        return [*config.cache.steps(phase, length, block, **own).values()]
+        begin = first if architecture.shifted else None
+        return [*config.cache.steps(phase, length, block, answer=config.gen_length, rows=rows, first=begin).values()]
     if not config.cache:
         return [StepSize(phase=phase, windows=(length,), rows=rows)]
     if not architecture.shifted:

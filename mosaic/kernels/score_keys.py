@@ -37,7 +37,9 @@ def bind(
                 for at in range(start, end, width):
                     keys = k_TKH[at : min(at + width, end), head // group]
                     products, mine = column[: len(keys)], scores[head // members, at : at + len(keys)]
-                    torch.addmv(products, beginning(rows, keys.shape).copy_(keys), mean, beta=0, alpha=share, out=products)
+                    torch.addmv(
+                        products, beginning(rows, keys.shape).copy_(keys), mean, beta=0, alpha=share, out=products
+                    )
                     if head % members == 0:
                         mine.copy_(products)
                     else:

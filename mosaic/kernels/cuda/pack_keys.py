@@ -44,7 +44,9 @@ def pack_keys_kernel(
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, BLOCK_H)
     if tl.program_id(0) * BLOCK < count:
-        taken = tl.load(chosen + head.to(tl.int64) * chosen_stride + start + row, mask=row < count, other=0).to(tl.int64)
+        taken = tl.load(chosen + head.to(tl.int64) * chosen_stride + start + row, mask=row < count, other=0).to(
+            tl.int64
+        )
         mask = (row < count)[:, None] & (column < SIZE)[None, :]
         from_ = head * SIZE + column[None, :]
         keys = tl.load(k + taken[:, None] * k_stride + from_, mask=mask)

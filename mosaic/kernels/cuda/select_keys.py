@@ -1,8 +1,9 @@
 """select_keys on CUDA: the rows of each sequence whose keys are kept, per list, without sorting.
 
-A first launch writes the totals of all candidates side by side. In a second one a program for each sequence and list finds the lowest
-total that is chosen, by bisection over the bits of float32, turned so that they order as the totals do. Then it writes the
-candidates above it, and of those that tie with it the lowest ones. Bounds are read on the device alone. Legend: T rows, B sequences.
+A first launch writes the totals of all candidates side by side. In a second one a program for each sequence and list finds the
+lowest total that is chosen, by bisection over the bits of float32, turned so that they order as the totals do. Then it writes the
+candidates above it, and of those that tie with it the lowest ones. Bounds are read on the device alone. Legend: T rows, B
+sequences.
 """
 
 from typing import Final
@@ -29,7 +30,15 @@ def row_of(candidate, start, low, high):
 
 @triton.jit
 def totals_kernel(
-    scores, spans, cu_seqlens, totals, scores_stride, totals_stride, MEMBERS: tl.constexpr, POOL: tl.constexpr, BLOCK: tl.constexpr
+    scores,
+    spans,
+    cu_seqlens,
+    totals,
+    scores_stride,
+    totals_stride,
+    MEMBERS: tl.constexpr,
+    POOL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     own = tl.program_id(1)
     sequence = tl.program_id(2)

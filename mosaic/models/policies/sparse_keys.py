@@ -1,12 +1,12 @@
-"""Sparse keys: bidirectional models compute a block over the keys that each head has kept of all others (dLLM-Serve, section 4.5).
+"""Sparse keys: bidirectional models compute a block over the keys that each head has kept (dLLM-Serve, section 4.5).
 
-A Refresh computes the whole canvas. Layer by layer, while all keys of a layer exist, it scores them by the block's queries and packs
-those with the highest scores into a state; both decide tokens. Reuse steps compute the block alone, over the packed keys and its own.
-A refresh is for a span of blocks: the candidates are all positions outside it, and its own keys are packed behind them, where the
-steps of its blocks renew theirs.
+A Refresh computes the whole canvas. Layer by layer, while all keys of a layer exist, it scores them by the block's queries and
+packs those with the highest scores into a state. Reuse steps compute the block alone, over the packed keys and its own. Both decide
+tokens. A Refresh is for a span of blocks: the candidates are all positions outside the span. The span's own keys are packed behind
+them, and the steps of its blocks renew theirs there.
 
-`StepRequest.values` has "spans" in a Refresh, what `select_keys` describes, and "shift" in Reuse: the position whose key would lie in
-the request's first row.
+`StepRequest.values` has "spans" in a Refresh (`select_keys` describes them), and "shift" in Reuse: the position whose key would lie
+in the request's first row.
 """
 
 from __future__ import annotations
@@ -220,9 +220,13 @@ class Packing(Whole):
         first, end, low, high, kept = spans
         length = request.token_ids.numel()
         if not (0 <= low <= first < end <= high <= length and 0 < kept <= length - (high - low)):
-            raise UsageError(f"spans of a canvas of {length} positions: a block in its span and some keys kept, got {spans}.")
+            raise UsageError(
+                f"spans of a canvas of {length} positions: a block in its span and some keys kept, got {spans}."
+            )
         if owned.length < kept + high - low:
-            raise UsageError(f"{kept + high - low} packed keys of a request that has rows for {owned.length}: reserve more.")
+            raise UsageError(
+                f"{kept + high - low} packed keys of a request that has rows for {owned.length}: reserve more."
+            )
 
     def declare(self, step: StepGraph) -> None:
         """Declare what is scored and kept."""
@@ -338,14 +342,17 @@ class Keeping(Policy):
             step.window = (0, request.length)
             if isinstance(cache, Packing):
                 self._span = self._span_of(step, request.length)
-                low, high = self._span
-                step.values["spans"] = step.start, step.end, low, high, self._options.kept(request.length - (high - low))
+                step.values["spans"] = step.start, step.end, *self._span, self._kept(request.length)
             return
         assert self._span is not None, "a Reuse step comes after a Refresh"
-        low, high = self._span
-        kept = self._options.kept(request.length - (high - low))
+        (low, high), kept = self._span, self._kept(request.length)
         step.window = step.start - int(self._shifted and request.mask_array[step.start]), step.end
         step.key_len, step.values["shift"] = kept + high - low, low - kept
+
+    def _kept(self, length: int) -> int:
+        """The keys that a head keeps of those outside the span."""
+        low, high = self._span or (0, 0)
+        return self._options.kept(length - (high - low))
 
     def _span_of(self, step: BlockStep, length: int) -> tuple[int, int]:
         """The blocks that share the Refresh of a block, from the first one's start to the last one's end."""

@@ -1,9 +1,10 @@
 """Copy the chosen keys and values of each sequence into its rows of one layer of kv[R, L*2*W], side by side, per head.
 
-dLLM-Serve, section 4.5: row j of a sequence has, for each key-value head, that head's own j-th key and value. `chosen[lists, T]` has
-from column cu_seqlens[b] on the rows of k and v that are copied, the same for all heads (one list) or a list for each head
+dLLM-Serve, section 4.5: row j of a sequence has, for each key-value head, that head's own j-th key and value. `chosen[lists, T]`
+has from column cu_seqlens[b] on the rows of k and v that are copied, the same for all heads (one list) or a list for each head
 (`select_keys`); there are spans[b, 4] + spans[b, 3] - spans[b, 2] of them. Sequence b has one extent, which `extents[b]` describes
-as `kv_store` does, and at least as many rows. Rows after them are unchanged. kv may have a dtype of its own. Nothing is ever sliced.
+as `kv_store` does, and at least as many rows. Rows after them are unchanged. kv may have a dtype of its own. Nothing is ever
+sliced.
 """
 
 from mosaic.registrar.kernels import kernels_of

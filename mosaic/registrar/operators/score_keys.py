@@ -1,10 +1,10 @@
 """scores[sets, T]: the products of the mean query of a block with every key of its sequence, per set of query heads.
 
-dLLM-Serve (`Q_b K^T` of equations 5 and 6, before pooling), with the mean over the block's rows as Q_b, as its code has it. Sequence
-b has the rows cu_seqlens[b] to cu_seqlens[b + 1]; spans[b] = (first, end, span first, span end, kept) counts from its first row, and
-its block's rows are `first` to `end`, at least one. With m_h the mean of those rows' queries of head h, scores[s, t] is the largest
-of m_h k_t over the query heads h of set s (`over` "max") or their mean ("mean"). The query heads are divided evenly and in order
-among `sets`: as many as there are key-value heads, or query heads, or 1.
+dLLM-Serve (`Q_b K^T` of equations 5 and 6, before pooling), with the mean over the block's rows as Q_b, as in its code. Sequence b
+has the rows cu_seqlens[b] to cu_seqlens[b + 1]; spans[b] = (first, end, span first, span end, kept) counts from its first row, and
+its block's rows are `first` to `end`, at least one. With m_h the mean of those rows' queries of head h, scores[s, t] is the
+largest of m_h k_t over the query heads h of set s (`over` "max") or their mean ("mean"). The query heads are divided evenly and in
+order among `sets`: as many as there are key-value heads, or query heads, or 1.
 
 Columns of rows in no sequence are not written. Nothing is ever sliced. `select_keys` describes the rest of `spans`.
 """
@@ -19,7 +19,9 @@ OVER: Final = ("max", "mean")
 
 
 def rules(*, M: Dim, sets: int, kv_heads: int, over: str, **_: object) -> None:
-    require(divides(kv_heads, M * sets), f"the heads of q must be a multiple of the {kv_heads} KV heads, not {M * sets}")
+    require(
+        divides(kv_heads, M * sets), f"the heads of q must be a multiple of the {kv_heads} KV heads, not {M * sets}"
+    )
     require(over in OVER, f"over must be one of {', '.join(OVER)}, not '{over}'")
 
 

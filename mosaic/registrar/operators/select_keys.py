@@ -1,13 +1,13 @@
 """chosen[lists, T]: the rows of each sequence whose keys are kept, per list: those with the largest pooled scores, and its span's.
 
-dLLM-Serve, equations 5 and 6. Sequence b has n rows, from cu_seqlens[b] on, and spans[b] = (first, end, span first, span end, kept),
-counted from there: its candidates are the rows before `span first` and those from `span end` on, side by side, so that windows
-reach across the span. The pooled score of a candidate is the largest score of the `pool` candidates around it, an odd number, of
-which there are fewer at the ends. Sets are divided evenly and in order among `lists`: a candidate's total is the sum of its pooled
-scores over the list's sets, in float32. The `kept` candidates of the largest total are chosen; ties go to the lower row.
+dLLM-Serve, equations 5 and 6. Sequence b has n rows, from cu_seqlens[b] on, and spans[b] = (first, end, span first, span end,
+kept), counted from there: its candidates are the rows before `span first` and those from `span end` on, side by side, so that
+windows reach across the span. The pooled score of a candidate is the largest score of the `pool` candidates around it, an odd
+number, of which there are fewer at the ends. Sets are divided evenly and in order among `lists`: a candidate's total is the sum of
+its pooled scores over the list's sets, in float32. The `kept` candidates of the largest total are chosen; ties go to the lower row.
 
-From column cu_seqlens[b] on, chosen has the rows of the step that are chosen, ascending, then those of the span: `kept` + `span end`
-- `span first` in all. Columns after them are unchanged. `kept` is at most the number of candidates. Nothing is ever sliced.
+From column cu_seqlens[b] on, chosen has the rows of the step that are chosen, ascending, then those of the span: `kept` + `span
+end` - `span first` in all. Columns after them are unchanged. `kept` is at most the number of candidates. Nothing is ever sliced.
 """
 
 from mosaic.registrar.kernels import kernels_of
