@@ -41,23 +41,36 @@ class Stated:
     """A network in float64."""
 
     def __init__(self, network: Network) -> None:
-        wide = {name: tensor.double() for name, tensor in network.tensors.items()}
-        self.net, self.arch = Network(network.arch, wide), network.arch
+        self.tensors = {name: tensor.double() for name, tensor in network.tensors.items()}
+        self.net, self.arch = Network(network.arch, self.tensors), network.arch
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + self.arch.norm_eps).sqrt() * self.tensors[name]
+
+    def project(self, x: Tensor, name: str) -> Tensor:
+        """Heads [T, N, H] of rows."""
+        bias = self.tensors.get(name.removesuffix("weight") + "bias", torch.zeros(1, dtype=x.dtype))
+        return (x @ self.tensors[name].T + bias).view(len(x), -1, self.arch.attention.head_size)
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Dims i and i + H/2 are the parts of a complex number, turned by position / theta^(2i/H)."""
+        half = self.arch.attention.head_size // 2
+        speed = self.arch.rotary.theta ** -(torch.arange(half, dtype=torch.float64) / half)
+        turned = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * positions[:, None, None] * speed)
+        return torch.cat([turned.real, turned.imag], -1)
 
     def forward(self, tokens: Tensor, start: int, kept: Kept | None) -> Forward:
         """A window that sees itself and, by head, what was kept of others."""
-        net, arch, tensors = self.net, self.arch, self.net.tensors
+        arch, tensors = self.arch, self.tensors
         size, group = arch.attention.head_size, arch.attention.heads // arch.attention.kv_heads
         positions, seen = torch.arange(start, start + len(tokens)), []
         x = tensors[arch.names.embedding][tokens]
         for layer in range(arch.layers):
             name = {n: getattr(arch.names, n).format(layer=layer) for n in
                     ("attention_norm", "ffn_norm", "query", "key", "value", "output", "gate", "up", "down")}  # fmt: skip
-            normed = net._norm(x, name["attention_norm"])
-            q, k, v = (
-                net._project(normed, name[part]).view(len(tokens), -1, size) for part in ("query", "key", "value")
-            )
-            q, k = net._rotate(q, positions), net._rotate(k, positions)
+            normed = self.norm(x, name["attention_norm"])
+            q, k, v = (self.project(normed, name[part]) for part in ("query", "key", "value"))
+            q, k = self.rotate(q, positions), self.rotate(k, positions)
             seen.append((q, k, v))
             outputs = []
             for head in range(arch.attention.heads):
@@ -67,10 +80,10 @@ class Stated:
                 values = torch.stack([*v[:, head // group], *(value for _, _, value in own)])
                 outputs.append((q[:, head] @ keys.T / size**0.5).softmax(-1) @ values)
             x = x + torch.cat(outputs, -1) @ tensors[name["output"]].T
-            normed = net._norm(x, name["ffn_norm"])
+            normed = self.norm(x, name["ffn_norm"])
             gate, up = (normed @ tensors[name[part]].T for part in ("gate", "up"))
             x = x + (torch.nn.functional.silu(gate) * up) @ tensors[name["down"]].T
-        return Forward(net.unembed(net._norm(x, arch.names.final_norm)).float(), seen)
+        return Forward(self.net.unembed(self.norm(x, arch.names.final_norm)).float(), seen)
 
     def keep(self, found: Forward, block: range, span: range, chosen: Options) -> Kept:
         """What each head keeps: the best candidates, and the span."""
