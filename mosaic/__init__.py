@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mosaic.models.policies.flashblock import PrefixReuse
     from mosaic.models.policies.focus_options import Eviction
     from mosaic.models.policies.mage_options import SparseAttention
+    from mosaic.models.policies.sparse_keys import SparseKeys
     from mosaic.planner.check import check_plan
     from mosaic.planner.custom import plan_graph, plan_program
     from mosaic.planner.plan import Plan
@@ -53,6 +54,7 @@ _PUBLIC = {
     "Request": "mosaic.planner.request",
     "Session": "mosaic.decoding.session",
     "SparseAttention": "mosaic.models.policies.mage_options",
+    "SparseKeys": "mosaic.models.policies.sparse_keys",
     "Spec": "mosaic.registrar.operator",
     "Submission": "mosaic.decoding.live",
     "UsageError": "mosaic.errors",
@@ -84,6 +86,7 @@ __all__ = [
     "Request",
     "Session",
     "SparseAttention",
+    "SparseKeys",
     "Spec",
     "Submission",
     "UsageError",
