@@ -17,7 +17,7 @@ from mosaic.decoding.rows import RULE
 from mosaic.models.parts import KEPT, SAMPLE, STATISTICS, TABLED
 from mosaic.models.phase import Phase
 from mosaic.runtime.engine import MAKING_MS
-from mosaic.runtime.request_table import Room, Shape
+from mosaic.runtime.room import Room, Shape
 
 PHASES = [Phase(tokens=TABLED, cache=KEPT, head=head, commit=RULE) for head in (STATISTICS, SAMPLE)]
 

@@ -21,7 +21,8 @@ from mosaic.decoding import GenerationConfig, LiveRequest, Session, Step, Submis
 from mosaic.errors import UsageError
 from mosaic.registrar.operators.pack_requests import PATIENCE
 from mosaic.runtime.compiled import CompiledModel
-from mosaic.runtime.request_table import RequestTable, Shape
+from mosaic.runtime.request_table import RequestTable
+from mosaic.runtime.room import Shape
 
 WAY: dict[str, Any] = {"stop_at_eos": False, "seed": 3}
 
