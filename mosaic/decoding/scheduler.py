@@ -59,7 +59,9 @@ SLOWER: Final = 1.25
 SHARED: Final = 64
 """Parts of the positions that all requests of a warm session could have; as many are planned for as fit."""
 PACE: Final = 1.5
-"""How much longer a step with prompts may take than its blocks alone; more if over half as many prompts wait as blocks run."""
+BACKLOG: Final = 512
+"""How much longer a step with prompts may take than blocks alone: at least, and as many times as so many tokens wait for each request
+that runs."""
 AHEAD: Final = 2
 """Steps that are launched before the first of them is read, on a device."""
 
@@ -111,9 +113,7 @@ class Scheduler:
         """Return whether steps fit that serve all live requests but those who have `gone`, and these at once, once `more` rows of
         states are taken; beside others a warm session takes no more than it was planned for."""
         held = {owned for request in gone for owned in request.held}
-        return self._foresees(more, held) and all(
-            self._table.admits(room, more, held) for room in self._shared(rows, gone)
-        )
+        return self._foresees(more, held) and self._table.admits(self._shared(rows, gone), more, held)
 
     def require(self, more: Mapping[State, int]) -> None:
         """Make sure that a warm session is planned for `more` rows of states, unless nobody else is in it.
@@ -131,8 +131,7 @@ class Scheduler:
 
     def stands(self) -> bool:
         """Return whether the steps of all live requests, and of those that were foreseen, fit."""
-        rooms = [*self._shared(()), *self._foreseen]
-        return all(self._table.admits(room, {}) for room in rooms)
+        return self._table.admits([*self._shared(()), *self._foreseen], {})
 
     def outlook(self, rows: Sequence[TableRow], more: Mapping[State, int]) -> tuple[int | None, str]:
         """Return `room_in`, and say so, or what one request alone would have to be."""
@@ -185,8 +184,7 @@ class Scheduler:
             length = blocks * row.block
             start = min(row.start, length - row.block)
             shorter = row._replace(length=length, start=start, prefix=min(row.prefix, start))
-            rooms = self._shared([shorter], self._all())
-            return all(self._table.admits(room, demand_of(shorter, 0), held) for room in rooms)
+            return self._table.admits(self._shared([shorter], self._all()), demand_of(shorter, 0), held)
 
         return row.block * most_of(row.length // row.block, fit)
 
@@ -249,7 +247,7 @@ class Scheduler:
             return [room for row in rows for room in self._shared([row] * slots)]
 
         def fits(slots: int, share: float) -> bool:
-            return all(self._table.admits(room, more(slots, share)) for room in rooms(slots))
+            return self._table.admits(rooms(slots), more(slots, share))
 
         slots, share = requests, most_of(SHARED, lambda parts: fits(requests, parts / SHARED)) / SHARED
         if not share:  # not so many fit, however short they are
@@ -425,10 +423,9 @@ class Scheduler:
             blocks = max(below(blocks), fewest)
         longest: float = math.inf
         if prompts and (of_all := asked.running & ~asked.fills).any():
-            pace = 1 + np.add.reduce(fills) / np.add.reduce(of_all)
             blocks, longest = self._beside_blocks(
                 lambda blocks: Shape(asking(blocks=blocks), served, marked), min(own, blocks), blocks,
-                bits({*asked.group[of_all].tolist()}), max(PACE, math.ceil(2 * pace) / 2),
+                bits({*asked.group[of_all].tolist()}), max(1 + prompts / (BACKLOG * int(np.add.reduce(of_all))), PACE),
             )  # fmt: skip
         return self._substitutes.of(Shape(asking(blocks=blocks), served, marked), min(own, blocks), longest)
 

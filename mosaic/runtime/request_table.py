@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, product
 from time import perf_counter
 from types import MappingProxyType
@@ -302,12 +301,16 @@ class RequestTable:
             (asked, planner), lambda: all(map(self._engine.plans.fits_exactly, self.size(*asked).graphs))
         )
 
-    def admits(self, room: Room, more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> bool:
-        """Return whether such a step fits the budget once owners of rows have `gone` and `more` rows of states are taken."""
-        states = self._engine.states_with(more, gone)
-        if _within(states, self._held) and self.fits(room):
-            return True
-        return any(map(partial(self.fits, room), _roundings(states)))
+    def admits(self, rooms: Iterable[Room], more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> bool:
+        """Return whether such steps fit the budget once owners of rows have `gone` and `more` rows of states are taken."""
+        states, left = self._engine.states_with(more, gone), list(rooms)
+        if _within(states, self._held):
+            left = [room for room in left if not self.fits(room)]
+        for rounded in _roundings(states) if left else ():
+            left = [room for room in left if not self.fits(room, rounded)]
+            if not left:
+                break
+        return not left
 
     def covers(self, more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> bool:
         """Return whether steps are planned for the rows that there are once owners have `gone` and `more` are taken."""
@@ -437,6 +440,7 @@ def _within(states: Mapping[State, int], planned: Mapping[State, int]) -> bool:
     return not [state for state, count in states.items() if count > planned.get(state, 0)]
 
 
-def _roundings(states: Mapping[State, int]) -> list[frozenset[tuple[State, int]]]:
+def _roundings(states: Mapping[State, int]) -> Iterator[frozenset[tuple[State, int]]]:
     """Rows of states, rounded up to a power of two, so that few sizes serve; by less, where memory is short; and as they are."""
-    return [*[rounded_states(states, share=share) for share in (1, 8, 64, 512)], frozenset(states.items())]
+    yield from (rounded_states(states, share=share) for share in (1, 8, 64, 512))
+    yield frozenset(states.items())
