@@ -34,7 +34,6 @@ from mosaic.models.step import StepSize
 from mosaic.registrar.operators.pack_requests import PATIENCE
 from mosaic.registrar.request_table import ALL_ONES, Column, Reported
 from mosaic.runtime.interrupts import interrupts_held
-from mosaic.runtime.request_table import KEPT_STEPS
 from mosaic.runtime.room import Room, Shape
 
 if TYPE_CHECKING:
@@ -60,8 +59,8 @@ SHARED: Final = 64
 """Parts of the positions that all requests of a warm session could have; as many are planned for as fit."""
 PACE: Final = 1.5
 BACKLOG: Final = 512
-"""How much longer a step with prompts may take than blocks alone: at least, and as many times as so many tokens wait for each request
-that runs."""
+"""How much longer a step with prompts may take than blocks alone: at least, and as many times as so many tokens wait for each
+request that runs."""
 AHEAD: Final = 2
 """Steps that are launched before the first of them is read, on a device."""
 
@@ -93,7 +92,7 @@ class Scheduler:
         self._waiting: deque[TabledRequest] = deque()
         self._kinds = Counter[Kind]()
         self._warm: dict[Kind, None] = {}
-        self._foreseen, self._slots = list[Room](), 0
+        self._foreseen, self._slots, self._ready = list[Room](), 0, 0
         self._groups, self._substitutes = Groups(), Substitutes(table, most_tokens)
         self._deciding = self._decided = 0
         self._pace, self._arrived = Pace(), 0.0
@@ -225,7 +224,7 @@ class Scheduler:
     def foresee(self, rows: Sequence[TableRow], requests: int) -> int:
         """Plan steps from now on for `requests` requests like any of these, with as many positions as fit; return for how many of
         their length these are enough."""
-        self._table.expect_graphs()
+        self._ready = self._table.expect_graphs()
         self._substitutes.patience_ms = math.inf
         for row in rows:
             self._warm |= {kind._replace(tokens=kind.block): None for kind in self._kinds_of(row)}
@@ -263,12 +262,12 @@ class Scheduler:
     def ladder(self, rows: Sequence[TableRow]) -> list[tuple[Shape, int | None]]:
         """Return the steps that foreseen requests like these may need, with the size of the second graph of cut ones.
 
-        If they are more than `KEPT_STEPS`, they have fewer rungs: others have substitutes.
+        If they are more than can be kept ready, they have fewer rungs: others have substitutes.
         """
         share = SHARES
-        while len(found := [*self._fitting(rows, share)]) > KEPT_STEPS and share > 1:
+        while len(found := [*self._fitting(rows, share)]) > self._ready and share > 1:
             share //= 2
-        return found[:: -(-len(found) // KEPT_STEPS)]
+        return found[:: -(-len(found) // self._ready) or 1]
 
     def _fitting(self, rows: Sequence[TableRow], share: int) -> Iterator[tuple[Shape, int | None]]:
         for shape in dict.fromkeys(self._shapes(rows, self._slots, share)):

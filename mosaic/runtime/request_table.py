@@ -335,9 +335,9 @@ class RequestTable:
                 self.planned, self._held = found, dict(found)
         self._covered = asked  # at last: what is interrupted is done again
 
-    def expect_graphs(self) -> None:
-        """Set memory aside for graphs, before requests take it."""
-        self._engine.expect_graphs()
+    def expect_graphs(self) -> int:
+        """Set memory aside for graphs, before requests take it; return for about how many."""
+        return self._engine.expect_graphs()
 
     def rehearse(self, shape: Shape, kept: int | None) -> None:
         """Plan, compile and capture a step, which serves nobody; of one that is cut, with this size of its second graph."""
