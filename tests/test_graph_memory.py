@@ -167,6 +167,7 @@ def test_all_that_graphs_may_take_is_set_aside_when_many_are_expected() -> None:
         graphs = GraphMemory(set_aside=granted, most_bytes=64 * UNIT, reserved_bytes=2 * UNIT)
         graphs.expect()
         assert graphs.room_bytes == (2 + aside) * UNIT and sorted(set(asked)) == asked
+        assert graphs.most == 1 + aside * UNIT // (4 << 20)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -17,7 +17,8 @@ from mosaic.decoding.rows import RULE
 from mosaic.models.parts import KEPT, SAMPLE, STATISTICS, TABLED
 from mosaic.models.phase import Phase
 from mosaic.runtime.engine import MAKING_MS
-from mosaic.runtime.request_table import Room, Shape
+from mosaic.runtime.graph_memory import MOST_BYTES
+from mosaic.runtime.room import Room, Shape
 
 PHASES = [Phase(tokens=TABLED, cache=KEPT, head=head, commit=RULE) for head in (STATISTICS, SAMPLE)]
 
@@ -72,7 +73,7 @@ def test_a_step_that_stands_in_does_as_much_and_costs_no_more_than_making_the_ot
 
 def test_a_session_that_is_warm_for_fewer_sizes_makes_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others stand in for the rest, in all groups."""
-    monkeypatch.setattr("mosaic.decoding.scheduler.KEPT_STEPS", 40)
+    monkeypatch.setattr("mosaic.runtime.graph_memory.USUAL_BYTES", MOST_BYTES // 40)
     said, rng = list[str](), random.Random(7)
     config = {**CONFIGS["sdar"], "num_hidden_layers": 4}
     configs = [GREEDY, DRAWN, GREEDY.__class__(gen_length=8, stop_at_eos=False, attention="mage:k=16")]

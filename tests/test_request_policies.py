@@ -23,6 +23,7 @@ from mosaic.decoding import GenerationConfig
 from mosaic.decoding.algorithms import table_row
 from mosaic.decoding.config import resolve
 from mosaic.models import load
+from mosaic.models.parts import KEPT
 from mosaic.runtime.compiled import CompiledModel
 
 DEEP = {family: {**CONFIGS[family], "num_hidden_layers": 3} for family in ("sdar", "llada2")}
@@ -118,6 +119,17 @@ def test_one_step_serves_requests_that_attend_exactly_select_and_evict(
             served.add(frozenset(step.request for step in session.advance() if step.phase == "denoise"))
     check_tokens(caller, *range(5))
     assert frozenset(range(4)) in served and not any(4 in group and {1, 2, 3} & group for group in served)
+
+
+def test_whose_sets_would_hold_all_keys_selects_none() -> None:
+    """Such a request attends to all keys in the steps of those who asked for that; with bounds of another kind it selects."""
+    arch = load("llada2-mini").architecture
+    for options, length in (("k=160", 161), ("k=160", 160), ("k=512:mass=0.9", 160), ("k=512:ratio=0.5", 160)):
+        config = resolve(GenerationConfig(attention=f"mage:{options}", gen_length=length - 100), arch)
+        row = table_row(config, arch, 100, 0)
+        assert row is not None and row.length == -(-length // 32) * 32
+        exact = not config.attention.mass and not config.attention.ratio and row.length <= config.attention.k
+        assert (row.cache == KEPT and not row.marks) is exact, (options, length)
 
 
 @pytest.mark.parametrize("attention", [*TABLED, *GENERATORS])

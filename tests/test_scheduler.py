@@ -21,7 +21,8 @@ from mosaic.decoding import GenerationConfig, LiveRequest, Session, Step, Submis
 from mosaic.errors import UsageError
 from mosaic.registrar.operators.pack_requests import PATIENCE
 from mosaic.runtime.compiled import CompiledModel
-from mosaic.runtime.request_table import RequestTable, Shape
+from mosaic.runtime.request_table import RequestTable
+from mosaic.runtime.room import Shape
 
 WAY: dict[str, Any] = {"stop_at_eos": False, "seed": 3}
 
@@ -319,7 +320,7 @@ def test_a_priority_or_deadline_that_cannot_be_is_refused(
         session.submit(prompt_of(5), **given)
 
 
-def test_prompts_keep_a_pace_beside_blocks_until_more_of_them_wait(
+def test_prompts_keep_a_pace_beside_blocks_unless_many_tokens_wait(
     models: dict[str, CompiledModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One prompt lengthens steps of eight blocks by half, and eight prompts by more."""

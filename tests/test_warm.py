@@ -12,7 +12,7 @@ import pytest
 from test_request_table import CONFIGS, prompt_of
 
 import mosaic
-from mosaic.decoding import GenerationConfig, Session
+from mosaic.decoding import GenerationConfig, Session, Submission
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.planner.planner import Planner
 from mosaic.runtime.executor import Executor
@@ -86,6 +86,60 @@ def test_a_warm_session_plans_nothing_and_maps_nothing(
                 come_and_go(session, rng, part, most=8, tokens=64)
         assert made.pop("runs") and made == {"plans": 0, "executors": 0}
         assert model.workspace.changes() == pages
+
+
+@pytest.mark.parametrize("budget", ["2.5MiB", pytest.param("6MiB", marks=pytest.mark.soak)])
+def test_a_warm_session_that_is_full_plans_nothing_and_maps_nothing(
+    budget: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions are for short requests as for long ones: many more of these are live at once than of the longest."""
+    rng, most, refused = random.Random(budget), 0, 0
+    config = {**CONFIGS["sdar"], "num_hidden_layers": 4}
+    with (
+        mosaic.compile(config, seed=3, budget=budget) as model,
+        model.session(max_num_batched_tokens=64) as session,
+    ):
+        count = session.warm([GREEDY, DRAWN], requests=24, tokens=512)
+        assert 1 <= count < 24
+        pages = model.workspace.changes()
+        with counted(monkeypatch) as made:
+            while len(session.live) < 200 and refused < 40:
+                length = min(round(4 * 1.05 ** rng.uniform(0, 99)), 500)
+                asked = Submission(prompt=prompt_of(length), config=rng.choice([GREEDY, DRAWN]))
+                if session.admits(asked):
+                    session.submit_all([asked])
+                else:
+                    refused += 1
+                    with pytest.raises(DoesNotFit):
+                        session.submit_all([asked])
+                    session.advance(rng.randint(1, 8))
+                    if session.live and rng.random() < 0.2:
+                        session.cancel(rng.choice(session.live))
+                most = max(most, len(session.live))
+            while session.live:
+                session.advance()
+        assert made["runs"] and not made["executors"]  # plans are made to say why somebody is refused
+        assert model.workspace.changes() == pages and refused == 40 and most > 2 * count
+
+
+def test_a_warm_session_refuses_who_needs_more_beside_others_and_serves_them_alone() -> None:
+    with mosaic.compile(CONFIGS["sdar"], seed=3) as model, model.session() as session:
+        assert session.warm(GREEDY, requests=2, tokens=64) == 2
+        asked = Submission(prompt=prompt_of(56), config=GREEDY)
+        session.submit_all([asked, asked])
+        assert not session.admits(asked)
+        with pytest.raises(
+            DoesNotFit, match=r"too few positions .* are warm for\. If nobody .* room in .* steps"
+        ) as refused:
+            session.submit_all([asked])
+        session.advance(refused.value.steps)
+        long = Submission(prompt=prompt_of(700), config=GREEDY)
+        assert session.admits(asked, asked) and session.admits(long)
+        (request,) = session.submit_all([long])
+        assert not session.admits(asked)
+        while request.generation is None:
+            session.advance()
+        assert request.generation.finish == "length" and session.admits(asked, asked)
 
 
 @pytest.fixture

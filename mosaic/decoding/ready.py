@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from mosaic.models.phase import shared_phase
 from mosaic.runtime.engine import MAKING_MS
 from mosaic.runtime.recent import Recent
-from mosaic.runtime.request_table import KEPT_STEPS, Shape
+from mosaic.runtime.request_table import KEPT_STEPS
+from mosaic.runtime.room import Shape
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

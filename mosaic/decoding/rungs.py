@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
 from typing import Final
 
 from mosaic.models.step import bucket
 
-__all__ = ["COARSE", "SHARES", "below", "rung", "rungs"]
+__all__ = ["COARSE", "SHARES", "below", "most_of", "rung", "rungs"]
 
 SHARES: Final = 8
 """Rungs between a number of blocks and twice as many."""
@@ -43,3 +45,8 @@ def rungs(least: int, most: int) -> list[int]:
     while found[-1] > least:
         found.append(max(below(found[-1], COARSE), least))
     return found[::-1]
+
+
+def most_of(most: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number up to `most` that fits, if all smaller ones do; 0 if none."""
+    return bisect_left(range(1, most + 1), True, key=lambda count: not fits(count))

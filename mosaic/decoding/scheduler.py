@@ -14,28 +14,27 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from mosaic.decoding.expected import counted, go_on
 from mosaic.decoding.groups import Groups, bits
+from mosaic.decoding.kinds import Kind, first_tokens, needs_of, phase_of, usual_tokens
 from mosaic.decoding.pace import Pace
 from mosaic.decoding.prompts import is_integer
 from mosaic.decoding.ready import Substitutes
 from mosaic.decoding.rows import RULE, demand_of
-from mosaic.decoding.rungs import COARSE, SHARES, below, rung, rungs
+from mosaic.decoding.rungs import COARSE, SHARES, below, most_of, rung, rungs
 from mosaic.decoding.tabled import ServedSteps
-from mosaic.errors import UsageError
-from mosaic.kernels.shared.requests import asked_of, turns, wanted
-from mosaic.models.parts import KEPT, REQUESTS
-from mosaic.models.phase import Phase, shared_phase
-from mosaic.models.policies.policy import with_parts
+from mosaic.errors import DoesNotFit, UsageError
+from mosaic.kernels.shared.requests import asked_of, wanted
+from mosaic.models.parts import CANVAS, KEPT, KV, REQUESTS
 from mosaic.models.step import StepSize
 from mosaic.registrar.operators.pack_requests import PATIENCE
 from mosaic.registrar.request_table import ALL_ONES, Column, Reported
 from mosaic.runtime.interrupts import interrupts_held
-from mosaic.runtime.request_table import KEPT_STEPS, Room, Shape
+from mosaic.runtime.room import Room, Shape
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from mosaic.kernels.shared.requests import Wanted
     from mosaic.models.state import State
     from mosaic.runtime.request_table import Launched, RequestTable, Served
+    from mosaic.runtime.state_rows import OwnedRows
     from mosaic.runtime.steps import StepRunner
 
 __all__ = ["DELAY_MS", "MOST_TOKENS", "Scheduler"]
@@ -55,21 +55,14 @@ FORESEEN_EXTENTS: Final = 4
 """Extents of keys that warm steps have room for, for each request: of 64 to 256 random requests that come and go, 3.5 at most."""
 SLOWER: Final = 1.25
 """How much longer prompts beside blocks take on a device than plans say, until some were timed."""
+SHARED: Final = 64
+"""Parts of the positions that all requests of a warm session could have; as many are planned for as fit."""
 PACE: Final = 1.5
-"""How much longer a step with prompts may take than its blocks alone; more if over half as many prompts wait as blocks run."""
+BACKLOG: Final = 512
+"""How much longer a step with prompts may take than blocks alone: at least, and as many times as so many tokens wait for each
+request that runs."""
 AHEAD: Final = 2
 """Steps that are launched before the first of them is read, on a device."""
-
-
-class _Kind(NamedTuple):
-    """What the size of a step has to know of a request: its group, the kind of step, tokens of its largest one, the tokens that its
-    steps are multiples of, and the rows that it decides at most."""
-
-    group: int
-    phase: Phase
-    tokens: int
-    block: int
-    rows: int
 
 
 class Scheduler:
@@ -97,9 +90,9 @@ class Scheduler:
         self._requests: NDArray[Any] = np.full(len(table.columns), None, dtype=object)
         self._live, self._told = np.zeros((2, len(table.columns)), dtype=np.bool_)
         self._waiting: deque[TabledRequest] = deque()
-        self._kinds = Counter[_Kind]()
-        self._warm: dict[_Kind, None] = {}
-        self._foreseen: list[Room] = []
+        self._kinds = Counter[Kind]()
+        self._warm: dict[Kind, None] = {}
+        self._foreseen, self._slots, self._ready = list[Room](), 0, 0
         self._groups, self._substitutes = Groups(), Substitutes(table, most_tokens)
         self._deciding = self._decided = 0
         self._pace, self._arrived = Pace(), 0.0
@@ -115,13 +108,29 @@ class Scheduler:
         """Whether there is one."""
         return bool(self._waiting) or bool(self._live.any())
 
-    def admits(self, rows: Iterable[TableRow], more: Mapping[State, int]) -> bool:
-        """Return whether steps fit that serve all live requests and these at once, once `more` rows of states are taken."""
-        return all(self._table.admits(room, more) for room in self._shared(rows))
+    def admits(self, rows: Iterable[TableRow], more: Mapping[State, int], gone: Collection[TabledRequest] = ()) -> bool:
+        """Return whether steps fit that serve all live requests but those who have `gone`, and these at once, once `more` rows of
+        states are taken; beside others a warm session takes no more than it was planned for."""
+        held = {owned for request in gone for owned in request.held}
+        return self._foresees(more, held) and self._table.admits(self._shared(rows, gone), more, held)
+
+    def require(self, more: Mapping[State, int]) -> None:
+        """Make sure that a warm session is planned for `more` rows of states, unless nobody else is in it.
+
+        Raises
+        ------
+        DoesNotFit
+            If it is not.
+        """
+        if not self._foresees(more):
+            raise DoesNotFit("too few positions are left of those that steps are warm for.")
+
+    def _foresees(self, more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> bool:
+        return not self._foreseen or not self._table.is_open or self._table.covers(more, gone)
 
     def stands(self) -> bool:
         """Return whether the steps of all live requests, and of those that were foreseen, fit."""
-        return self.admits((), {}) and all(map(self._table.fits, self._foreseen))
+        return self._table.admits([*self._shared(()), *self._foreseen], {})
 
     def outlook(self, rows: Sequence[TableRow], more: Mapping[State, int]) -> tuple[int | None, str]:
         """Return `room_in`, and say so, or what one request alone would have to be."""
@@ -143,12 +152,7 @@ class Scheduler:
         live = sorted([self._left(place) for place in self._live.nonzero()[0].tolist()])
         requests = [self._requests[place] for _, _, place in live]
 
-        def fit(count: int) -> bool:
-            gone = requests[:count]
-            held = {owned for request in gone for owned in request.held}
-            return all(self._table.admits(room, more, held) for room in self._shared(rows, gone))
-
-        count = bisect_left(range(len(live) + 1), True, key=fit)
+        count = bisect_left(range(len(live) + 1), True, key=lambda count: self.admits(rows, more, requests[:count]))
         if self._waiting or count > len(live):
             return None
         all_at_once = sum(kind.tokens * number for kind, number in self._kinds.items()) <= self._most_tokens and all(
@@ -179,10 +183,9 @@ class Scheduler:
             length = blocks * row.block
             start = min(row.start, length - row.block)
             shorter = row._replace(length=length, start=start, prefix=min(row.prefix, start))
-            rooms = self._shared([shorter], self._all())
-            return all(self._table.admits(room, demand_of(shorter, 0), held) for room in rooms)
+            return self._table.admits(self._shared([shorter], self._all()), demand_of(shorter, 0), held)
 
-        return row.block * bisect_left(range(1, row.length // row.block + 1), True, key=lambda blocks: not fit(blocks))
+        return row.block * most_of(row.length // row.block, fit)
 
     def _all(self) -> list[TabledRequest]:
         return [*self._requests[self._live].tolist(), *self._waiting]
@@ -205,22 +208,23 @@ class Scheduler:
         found = []
         for group in dict.fromkeys(kind.group for kind in counts):
             mine = {kind: count for kind, count in counts.items() if kind.group == group}
-            needed, block, _ = _needed(kinds := self._beside((group,), mine))
-            usual = sum(_usual(kind) * count for kind, count in mine.items())
+            needed, block, _ = needs_of(kinds := self._beside((group,), mine))
+            usual = sum(usual_tokens(kind) * count for kind, count in mine.items())
             blocks = self._rung(max(needed, min(usual, self._most(block))), block)
             decides = sum(kind.rows * count for kind, count in mine.items())
-            found.append(Room.of(_phase(kinds, marked=True), sum(mine.values()), blocks, block, decides))
+            found.append(Room.of(phase_of(kinds, marked=True), sum(mine.values()), blocks, block, decides))
         return found
 
-    def _beside(self, groups: Collection[int], kinds: Iterable[_Kind]) -> list[_Kind]:
+    def _beside(self, groups: Collection[int], kinds: Iterable[Kind]) -> list[Kind]:
         """These kinds of requests of some groups, and those that their steps are warm for."""
         return [*kinds, *[kind for kind in self._warm if kind.group in groups]]
 
     # --- before the first request -------------------------------------------------------------------------------------
 
     def foresee(self, rows: Sequence[TableRow], requests: int) -> int:
-        """Plan steps from now on for `requests` requests like any of these, or as many as fit; return how many do."""
-        self._table.expect_graphs()
+        """Plan steps from now on for `requests` requests like any of these, with as many positions as fit; return for how many of
+        their length these are enough."""
+        self._ready = self._table.expect_graphs()
         self._substitutes.patience_ms = math.inf
         for row in rows:
             self._warm |= {kind._replace(tokens=kind.block): None for kind in self._kinds_of(row)}
@@ -229,34 +233,44 @@ class Scheduler:
             for state, count in demand_of(row, FORESEEN_EXTENTS - 1).items():
                 demand[state] = max(count, demand.get(state, 0))
 
-        def more(count: int) -> dict[State, int]:
-            table = max(self._table.rows_to_open, 1 << (count - 1).bit_length())
+        def more(slots: int, share: float) -> dict[State, int]:
             # rows that lie together leave holes between others: as many as rows, in traffic
-            return {REQUESTS: table, **{state: rows * count << state.together for state, rows in demand.items()}}
+            parts = {KV: share, CANVAS: share}
+            table = max(self._table.rows_to_open, 1 << (slots - 1).bit_length())
+            return {REQUESTS: table} | {
+                state: max(rows, int(rows * slots * parts.get(state, 1.0))) << state.together
+                for state, rows in demand.items()
+            }
 
-        def fits(count: int) -> bool:
-            return all(self.admits([row] * count, more(count)) for row in rows)
+        def rooms(slots: int) -> list[Room]:
+            return [room for row in rows for room in self._shared([row] * slots)]
 
-        most = bisect_left(range(1, requests + 1), True, key=lambda count: not fits(count))
-        self._foreseen = [room for row in rows if most for room in self._shared([row] * most)]
-        for room in self._foreseen:
-            self._table.cover(room, room, more(most))
-        while len(self._table.columns) < most and self._grow():
+        def fits(slots: int, share: float) -> bool:
+            return self._table.admits(rooms(slots), more(slots, share))
+
+        slots, share = requests, most_of(SHARED, lambda parts: fits(requests, parts / SHARED)) / SHARED
+        if not share:  # not so many fit, however short they are
+            slots = most_of(requests, lambda slots: fits(slots, 0.0))
+        foreseen = rooms(slots) if slots else []
+        for room in foreseen:
+            self._table.cover(room, room, more(slots, share))
+        while len(self._table.columns) < slots and self._grow():
             pass
-        return most
+        self._foreseen, self._slots = foreseen, slots
+        return max(int(slots * share), min(slots, 1))
 
-    def ladder(self, rows: Sequence[TableRow], requests: int) -> list[tuple[Shape, int | None]]:
-        """Return the steps that so many requests like these may need, with the size of the second graph of cut ones.
+    def ladder(self, rows: Sequence[TableRow]) -> list[tuple[Shape, int | None]]:
+        """Return the steps that foreseen requests like these may need, with the size of the second graph of cut ones.
 
-        If they are more than `KEPT_STEPS`, they have fewer rungs: others have substitutes.
+        If they are more than can be kept ready, they have fewer rungs: others have substitutes.
         """
         share = SHARES
-        while len(found := [*self._fitting(rows, requests, share)]) > KEPT_STEPS and share > 1:
+        while len(found := [*self._fitting(rows, share)]) > self._ready and share > 1:
             share //= 2
-        return found[:: -(-len(found) // KEPT_STEPS)]
+        return found[:: -(-len(found) // self._ready) or 1]
 
-    def _fitting(self, rows: Sequence[TableRow], requests: int, share: int) -> Iterator[tuple[Shape, int | None]]:
-        for shape in dict.fromkeys(self._shapes(rows, requests, share)):
+    def _fitting(self, rows: Sequence[TableRow], share: int) -> Iterator[tuple[Shape, int | None]]:
+        for shape in dict.fromkeys(self._shapes(rows, self._slots, share)):
             if self._table.fits(shape.room):
                 kept = self._table.kept(shape.room)
                 yield from ((shape, size) for size in kept[:: -SHARES // share])
@@ -266,13 +280,13 @@ class Scheduler:
         longest = max(row.length for row in rows)
         for groups in self._groups.shared([*dict.fromkeys(kind.group for kind in self._warm)]):
             kinds = self._beside(groups, [kind for kind in self._kinds if kind.group in groups])
-            needed, block, own_rows = _needed(kinds)
+            needed, block, own_rows = needs_of(kinds)
             mine = [row for row in rows if self.group_of(row) in groups]
             one = longest if groups == (0,) else max(needed, *(row.most_tokens for row in mine))
             most = max(needed, one, min(requests * one, self._most(block)))
             marks = any(row.marks for row in mine)
             for marked in (True,) if self._groups.mixes(groups) else (False, True)[: 1 + marks]:
-                phase, blocks = _phase(kinds, marked=marked), self._rung(most, block)
+                phase, blocks = phase_of(kinds, marked=marked), self._rung(most, block)
                 while blocks:
                     for room in Room.ladder(phase, requests, blocks, block, own_rows):
                         if room.windows > 1 or room.tokens <= self._rung(one, block) * block:
@@ -285,13 +299,13 @@ class Scheduler:
         """Return the number of a request's group."""
         return self._groups.number(row)
 
-    def _kinds_of(self, row: TableRow) -> list[_Kind]:
+    def _kinds_of(self, row: TableRow) -> list[Kind]:
         """The kinds of steps of a request: those of its group, and those that write its prompt."""
         group, phase = self.group_of(row), row.phase
-        found = [_Kind(group, phase, row.most_tokens, row.unit, row.most_rows)]
+        found = [Kind(group, phase, row.most_tokens, row.unit, row.most_rows)]
         if group and row.prefix:
             prompts = replace(phase, cache=KEPT, cut=None, commit=RULE)
-            found.append(_Kind(0, prompts, row.span, row.unit, row.most_rows))
+            found.append(Kind(0, prompts, row.span, row.unit, row.most_rows))
         return found
 
     def add(self, request: TabledRequest) -> None:
@@ -387,14 +401,14 @@ class Scheduler:
         decides, fills = asks & ~asked.fills, asks & asked.fills
         deciding, prompts = int(length[decides].sum()), int(length[fills].sum())
         kinds = self._beside(groups, [kind for kind in self._kinds if kind.group in groups])
-        _, block, own_rows = _needed(kinds)
+        _, block, own_rows = needs_of(kinds)
         rows = min(max(int(asked.rows[decides].sum()), own_rows), deciding or own_rows)
-        first = _first(columns, length, decides, fills)
-        usual = 0 if self._knows(columns[decides]) else max(map(_usual, kinds))
+        first = first_tokens(columns, length, decides, fills)
+        usual = 0 if self._knows(columns[decides]) else max(map(usual_tokens, kinds))
         least = max(first, min(max(deciding, usual), self._most(block)))
         most = max(least, min(deciding + prompts, self._most(block)))
         marked = self._groups.mixes(groups) or bool(asked.marked[decides].any())
-        phase, served = _phase(kinds, marked=marked), bits(groups)
+        phase, served = phase_of(kinds, marked=marked), bits(groups)
         fewest, blocks, own = (self._rung(tokens, block) for tokens in (first, most, least))
         alone = Room.of(phase, 1, fewest, block, own_rows)
         asking = partial(Room.of, phase, int(asks.sum()), block=block, rows=rows)
@@ -408,10 +422,9 @@ class Scheduler:
             blocks = max(below(blocks), fewest)
         longest: float = math.inf
         if prompts and (of_all := asked.running & ~asked.fills).any():
-            pace = 1 + np.add.reduce(fills) / np.add.reduce(of_all)
             blocks, longest = self._beside_blocks(
                 lambda blocks: Shape(asking(blocks=blocks), served, marked), min(own, blocks), blocks,
-                bits({*asked.group[of_all].tolist()}), max(PACE, math.ceil(2 * pace) / 2),
+                bits({*asked.group[of_all].tolist()}), max(1 + prompts / (BACKLOG * int(np.add.reduce(of_all))), PACE),
             )  # fmt: skip
         return self._substitutes.of(Shape(asking(blocks=blocks), served, marked), min(own, blocks), longest)
 
@@ -471,29 +484,3 @@ class Scheduler:
         """Blocks that hold so many tokens, rounded up by at most an eighth; beyond `_most` only if the tokens are."""
         blocks, most = rung(-(-tokens // block)), self._most(block)
         return blocks if tokens > most else min(blocks, most // block)
-
-
-def _needed(kinds: Collection[_Kind]) -> tuple[int, int, int]:
-    """Tokens of the largest step that cannot be cut, the smallest block, and the rows that one request decides at most."""
-    blocks, rows = [kind.block for kind in kinds], [kind.rows for kind in kinds]
-    return max([kind.tokens for kind in kinds]), min(blocks), max(rows)
-
-
-def _usual(kind: _Kind) -> int:
-    """Tokens that most steps compute for a request at most: others are few, and of whole canvases one at a time."""
-    return min(kind.tokens, 2 * kind.rows)
-
-
-def _first(
-    columns: NDArray[np.int64], length: NDArray[np.int64], decides: NDArray[np.bool_], fills: NDArray[np.bool_]
-) -> int:
-    """Tokens without which a step serves neither the first of those who decide nor the first prompt, which can be cut."""
-    needs = np.where(fills, np.minimum(columns[:, Column.SPAN], length), length)
-    order = turns(columns).argsort(kind="stable")
-    return max(int(needs[order[asks[order]][:1]].sum()) for asks in (decides, fills))
-
-
-def _phase(kinds: Collection[_Kind], *, marked: bool) -> Phase:
-    """The kind of step that serves all of these."""
-    phase = shared_phase([kind.phase for kind in kinds])
-    return with_parts(phase, cache=phase.cache.covering) if marked else phase

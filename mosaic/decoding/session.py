@@ -136,8 +136,9 @@ class Session(ClosesOnExit):
     ) -> int:
         """Plan, compile and capture the steps that requests of a table may need, before they come; they take a minute or two.
 
-        Afterwards none of so many requests waits for a plan, a kernel, a capture or memory. If they need over 512 steps, larger
-        ones serve for some; second graphs of evicting steps may still be made. All take steps that serve every warm config.
+        Afterwards no request waits for a plan, a kernel, a capture or memory; one too many waits for others, or is refused if too
+        few positions are left. If over 512 steps are needed, larger ones serve for some; second graphs of evicting steps may still
+        be made. All take steps that serve every warm config.
 
         Parameters
         ----------
@@ -145,7 +146,7 @@ class Session(ClosesOnExit):
             Of the requests, or several where they differ in more than length, quotas and thresholds; with `options`, fields of
             each by name.
         requests
-            How many are live at most.
+            How many are served together at most.
         tokens
             Positions of a request at most, prompt and answer.
         progress
@@ -154,7 +155,7 @@ class Session(ClosesOnExit):
         Returns
         -------
         int
-            How many requests of `tokens` positions fit: `requests`, or fewer. Steps are warm for these.
+            How many requests of `tokens` positions fit: `requests`, or fewer; or more that have as many together.
 
         Raises
         ------
@@ -178,9 +179,8 @@ class Session(ClosesOnExit):
             assert scheduler is not None and table is not None  # a request has a row
             count = scheduler.foresee(rows, requests)
             if not count:
-                more = demand_of(rows[0], table.holes)
-                self._runner.check(scheduler.sizes(rows, more), more=more)  # says what is missing
-            ladder = scheduler.ladder(rows, count)
+                self._runner.check(scheduler.sizes(rows, more := demand_of(rows[0], table.holes)), more=more)
+            ladder = scheduler.ladder(rows)
         for number, (shape, kept) in enumerate(ladder, start=1):
             progress(f"step {number} of {len(ladder)}: {shape.room}")
             with interrupts_held(), self._runner.exclusive(), interrupts_let_through():
@@ -225,12 +225,10 @@ class Session(ClosesOnExit):
         DoesNotFit
             If a future step would not fit the budget beside what is live.
         """
-        chosen = with_options(config, options)
-        submission = Submission(
-            prompt=prompt, config=chosen, request_id=request_id, streamer=streamer, on_step=on_step, priority=priority,
-            deadline_s=deadline_s,
-        )  # fmt: skip
-        return self.submit_all([submission])[0]
+        return self.submit_all([Submission(
+            prompt=prompt, config=with_options(config, options), request_id=request_id, streamer=streamer, on_step=on_step,
+            priority=priority, deadline_s=deadline_s,
+        )])[0]  # fmt: skip
 
     def submit_all(self, submissions: Sequence[Submission]) -> list[LiveRequest]:
         """Add several requests, or none where one of them is refused or cannot begin; as for `submit`."""
@@ -310,6 +308,8 @@ class Session(ClosesOnExit):
             sizes += table.sizes(tabled if table is self._scheduler else (), rows)
         try:
             self._runner.check(sizes, more=rows)
+            for table in self._shared.tables:
+                table.require(rows)
         except DoesNotFit as refused:
             scheduler = self._scheduler
             if scheduler is None or len(tabled) < len(more) or scheduler.count < len(self._live):

@@ -365,9 +365,10 @@ class Engine:
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
-    def expect_graphs(self) -> None:
-        """Set memory of the budget aside for the graphs of many steps."""
+    def expect_graphs(self) -> int:
+        """Set memory of the budget aside for the graphs of many steps; return about how many there is room for."""
         self._graphs.expect()
+        return self._graphs.most
 
     def _set_aside(self, graph_bytes: int) -> bool:
         """Set so much of the budget aside for captured graphs, if the step in progress, and all that was admitted or foreseen, fit

@@ -18,8 +18,10 @@ import torch
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.units import MIB, format_bytes
 
-MOST_BYTES: Final = 2048 * MIB
-"""The most that captured graphs of a model take: those of all steps that a session keeps, with 600 launches each."""
+USUAL_BYTES: Final = 4 * MIB
+"""What a graph of 600 launches takes."""
+MOST_BYTES: Final = 512 * USUAL_BYTES
+"""The most that captured graphs of a model take."""
 SHARE: Final = 8
 """Which part of what weights leave of the budget they take at most, as a divisor."""
 
@@ -86,6 +88,11 @@ class GraphMemory:
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
         self._in_use: set[Hashable] = set()
         self.room_bytes, self.held_bytes, self._largest = reserved_bytes, 0, 0
+
+    @property
+    def most(self) -> int:
+        """About as many graphs are kept at once; where they take nothing, as many as that of the most room."""
+        return max((self.room_bytes or MOST_BYTES) // USUAL_BYTES, 1)
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._kept

@@ -7,11 +7,9 @@ enters and when it leaves, and keeps a copy of table and canvases from what step
 from __future__ import annotations
 
 import gc
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from itertools import chain, product
 from time import perf_counter
 from types import MappingProxyType
@@ -23,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from mosaic.models.parts import CANVAS, HELD_EXTENTS, KV, REQUESTS, TABLED
-from mosaic.models.step import MOST_DOUBLED, StepSize, rounded_states
+from mosaic.models.step import StepSize, rounded_states
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import COLUMNS, RUNNING, Column, Reported
 from mosaic.runtime.host_copy import HostCopy
@@ -33,15 +31,15 @@ from mosaic.runtime.packing import PackedStep
 from mosaic.runtime.recent import Recent
 
 if TYPE_CHECKING:
-    from mosaic.models.phase import Phase
     from mosaic.models.state import State
     from mosaic.planner.plan import Plan
     from mosaic.runtime.engine import Engine, Ran
     from mosaic.runtime.executor import Executor
     from mosaic.runtime.host_copy import Arriving
+    from mosaic.runtime.room import Room, Shape
     from mosaic.runtime.state_rows import OwnedRows
 
-__all__ = ["MOST_ROWS", "ROWS", "Launched", "RequestTable", "Room", "Served", "Shape"]
+__all__ = ["MOST_ROWS", "ROWS", "Launched", "RequestTable", "Served"]
 
 ROWS: Final = 16
 """Rows that a table begins with; it doubles when all are taken."""
@@ -49,8 +47,6 @@ MOST_ROWS: Final = 1024
 """Requests that one table serves; others wait for a row."""
 KEPT_STEPS: Final = 512
 """Steps that are kept for launching them again: the ladder of a session."""
-DECIDED: Final = (1, 2, 4, 8)
-"""Eighths of a step's tokens that it has rows to decide for: unembedding takes a tenth of a step, and each is a plan more."""
 NO_ROWS: Final[Mapping[State, int]] = MappingProxyType({})
 _FROZEN: Final = WeakSet["RequestTable"]()
 _OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score")
@@ -88,65 +84,6 @@ class Served:
         found = self.report[:, Reported.ROWS].copy()
         found[1:] -= self.report[:-1, Reported.ROWS]
         return found
-
-
-class Room(NamedTuple):
-    """What a step has room for: windows, blocks of so many tokens, and rows to decide."""
-
-    phase: Phase
-    windows: int
-    blocks: int
-    block: int
-    rows: int
-
-    @classmethod
-    @lru_cache(maxsize=4096)
-    def of(cls, phase: Phase, requests: int, blocks: int, block: int, rows: int) -> Room:
-        """Return room for one request or as many as there are blocks, and at least so many rows, in one of few numbers."""
-        return cls(phase, 1 if requests == 1 else blocks, blocks, block, decided(rows, blocks * block))
-
-    @classmethod
-    def ladder(cls, phase: Phase, requests: int, blocks: int, block: int, own_rows: int) -> list[Room]:
-        """Return all rooms of so many blocks for up to so many requests, each of which decides up to `own_rows` rows."""
-        found = dict[Room, None]()
-        for count in {1, min(blocks, requests)}:
-            least, most = (decided(rows, blocks * block) for rows in (own_rows, own_rows * count))
-            for rows in decisions(blocks * block):
-                if least <= rows <= most:
-                    found[cls.of(phase, count, blocks, block, rows)] = None
-        return list(found)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the step."""
-        return self.blocks * self.block
-
-    def __str__(self) -> str:
-        return f"{self.tokens:,} tokens, {self.rows:,} rows to decide"
-
-
-def decided(rows: int, tokens: int) -> int:
-    """Return the rows to decide that a step of some tokens has room for, of at least `rows`: one of few numbers.
-
-    >>> decided(4, 64), decided(300, 1024), decided(700, 1024), decided(0, 8192)
-    (64, 512, 1024, 1024)
-    """
-    return (found := decisions(tokens))[bisect_left(found, min(rows, tokens))]
-
-
-def decisions(tokens: int) -> list[int]:
-    """Return all that `decided` returns for steps of so many tokens, ascending."""
-    if tokens <= MOST_DOUBLED:  # unembedding them all takes as long as unembedding one
-        return [tokens]
-    return [-(-tokens * share // DECIDED[-1]) for share in DECIDED]
-
-
-class Shape(NamedTuple):
-    """A step as it is launched: its room, the groups that it serves, by bits, and whether it is marked."""
-
-    room: Room
-    groups: int
-    marked: bool
 
 
 class Launched(NamedTuple):
@@ -364,12 +301,20 @@ class RequestTable:
             (asked, planner), lambda: all(map(self._engine.plans.fits_exactly, self.size(*asked).graphs))
         )
 
-    def admits(self, room: Room, more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> bool:
-        """Return whether such a step fits the budget once owners of rows have `gone` and `more` rows of states are taken."""
-        states = self._engine.states_with(more, gone)
-        if _within(states, self._held) and self.fits(room):
-            return True
-        return any(map(partial(self.fits, room), _roundings(states)))
+    def admits(self, rooms: Iterable[Room], more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> bool:
+        """Return whether such steps fit the budget once owners of rows have `gone` and `more` rows of states are taken."""
+        states, left = self._engine.states_with(more, gone), list(rooms)
+        if _within(states, self._held):
+            left = [room for room in left if not self.fits(room)]
+        for rounded in _roundings(states) if left else ():
+            left = [room for room in left if not self.fits(room, rounded)]
+            if not left:
+                break
+        return not left
+
+    def covers(self, more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> bool:
+        """Return whether steps are planned for the rows that there are once owners have `gone` and `more` are taken."""
+        return _within(self._engine.states_with(more, gone), self._held)
 
     def cover(self, least: Room, wanted: Room, more: Mapping[State, int] = NO_ROWS) -> None:
         """Plan steps from now on for the rows of states that there are once `more` are taken, and for as many as there were.
@@ -390,9 +335,9 @@ class RequestTable:
                 self.planned, self._held = found, dict(found)
         self._covered = asked  # at last: what is interrupted is done again
 
-    def expect_graphs(self) -> None:
-        """Set memory aside for graphs, before requests take it."""
-        self._engine.expect_graphs()
+    def expect_graphs(self) -> int:
+        """Set memory aside for graphs, before requests take it; return for about how many."""
+        return self._engine.expect_graphs()
 
     def rehearse(self, shape: Shape, kept: int | None) -> None:
         """Plan, compile and capture a step, which serves nobody; of one that is cut, with this size of its second graph."""
@@ -495,6 +440,7 @@ def _within(states: Mapping[State, int], planned: Mapping[State, int]) -> bool:
     return not [state for state, count in states.items() if count > planned.get(state, 0)]
 
 
-def _roundings(states: Mapping[State, int]) -> list[frozenset[tuple[State, int]]]:
+def _roundings(states: Mapping[State, int]) -> Iterator[frozenset[tuple[State, int]]]:
     """Rows of states, rounded up to a power of two, so that few sizes serve; by less, where memory is short; and as they are."""
-    return [*[rounded_states(states, share=share) for share in (1, 8, 64, 512)], frozenset(states.items())]
+    yield from (rounded_states(states, share=share) for share in (1, 8, 64, 512))
+    yield frozenset(states.items())

@@ -24,6 +24,9 @@ class Tabled(Protocol):
     def sizes(self, rows: Sequence[Any], more: Mapping[State, int]) -> Sequence[StepSize]:
         """Return the sizes of these steps."""
 
+    def require(self, more: Mapping[State, int]) -> None:
+        """Make sure that steps which were planned ahead serve still once `more` rows of states are taken."""
+
     def stands(self) -> bool:
         """Return whether the steps of all that was admitted, and of all requests that were foreseen, fit."""
 

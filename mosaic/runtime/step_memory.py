@@ -118,7 +118,9 @@ class StepMemory:
         """Free bytes of each state that plans have had, before its last owned row."""
         sizes = self.row_bytes
         return {
-            table.pool: [(max(start, 1) * sizes[table.pool], end * sizes[table.pool]) for start, end in table.free if end > 1]
+            table.pool: [
+                (max(start, 1) * sizes[table.pool], end * sizes[table.pool]) for start, end in table.free if end > 1
+            ]
             for table in self._tables
             if table.pool in sizes
         }

@@ -443,6 +443,7 @@ class Selecting(Policy):
         self._attention = options.within(positions) if positions else options
         self._reusing = None if options.reuse is None else Reusing(options.reuse, config, arch, positions)
         self.tabled = options.selects == "first" and (self._reusing is None or self._reusing.tabled)
+        self._selects_all = bool(positions) and options.selects_all(positions)
         if options.selects == "every":
             self.within = False
             if config.block_commit == "cached":
@@ -461,7 +462,9 @@ class Selecting(Policy):
         return with_parts(phase, cache=Selected(attention=chosen, selects=selects, refreshes=refreshes))
 
     def of_table(self, phase: Phase, step: BlockStep) -> tuple[Phase, int] | None:
-        """Mark the steps that select; the others refresh if one of them does."""
+        """Mark the steps that select, or none if sets hold all keys that there will be; the others refresh if one of them does."""
+        if self.tabled and self._selects_all:
+            return phase, 0
         found = _of_table(self._attention, step.end - step.start, step.steps) if self.tabled else None
         return None if found is None else (with_parts(phase, cache=found[0]), found[1])
 

@@ -219,6 +219,14 @@ class SparseAttention(Options):
         again = bool(self.every) and step > last and (step - last) % self.every == 0
         return self.selects == "every" or step <= last or again
 
+    def selects_all(self, positions: int) -> bool:
+        """Return whether a set would hold all keys of a canvas of this length, and nothing is reused.
+
+        >>> [SparseAttention(k=512, mass=mass).selects_all(512) for mass in (0.0, 0.9)]
+        [True, False]
+        """
+        return positions <= self.k and not self.ratio and not self.mass and self.reuse is None
+
     def within(self, positions: int) -> SparseAttention:
         """Return options that select the same keys of a canvas of this length, with a smaller `k` if it is far larger.
 

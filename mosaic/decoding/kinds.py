@@ -1,0 +1,55 @@
+"""The kinds of requests in a session, as far as the size of a step depends on them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from mosaic.kernels.shared.requests import turns
+from mosaic.models.phase import Phase, shared_phase
+from mosaic.models.policies.policy import with_parts
+from mosaic.registrar.request_table import Column
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Kind", "first_tokens", "needs_of", "phase_of", "usual_tokens"]
+
+
+class Kind(NamedTuple):
+    """What the size of a step has to know of a request: its group, the kind of step, tokens of its largest one, the tokens that its
+    steps are multiples of, and the rows that it decides at most."""
+
+    group: int
+    phase: Phase
+    tokens: int
+    block: int
+    rows: int
+
+
+def needs_of(kinds: Collection[Kind]) -> tuple[int, int, int]:
+    """Tokens of the largest step that cannot be cut, the smallest block, and the rows that one request decides at most."""
+    blocks, rows = [kind.block for kind in kinds], [kind.rows for kind in kinds]
+    return max([kind.tokens for kind in kinds]), min(blocks), max(rows)
+
+
+def usual_tokens(kind: Kind) -> int:
+    """Tokens that most steps compute for a request at most: others are few, and of whole canvases one at a time."""
+    return min(kind.tokens, 2 * kind.rows)
+
+
+def first_tokens(
+    columns: NDArray[np.int64], length: NDArray[np.int64], decides: NDArray[np.bool_], fills: NDArray[np.bool_]
+) -> int:
+    """Tokens without which a step serves neither the first of those who decide nor the first prompt, which can be cut."""
+    needs = np.where(fills, np.minimum(columns[:, Column.SPAN], length), length)
+    order = turns(columns).argsort(kind="stable")
+    return max(int(needs[order[asks[order]][:1]].sum()) for asks in (decides, fills))
+
+
+def phase_of(kinds: Collection[Kind], *, marked: bool) -> Phase:
+    """The kind of step that serves all of these."""
+    phase = shared_phase([kind.phase for kind in kinds])
+    return with_parts(phase, cache=phase.cache.covering) if marked else phase

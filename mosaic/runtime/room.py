@@ -1,0 +1,76 @@
+"""What the steps of a table have room for, in few numbers: each is a plan."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from mosaic.models.step import MOST_DOUBLED
+
+if TYPE_CHECKING:
+    from mosaic.models.phase import Phase
+
+__all__ = ["Room", "Shape"]
+
+DECIDED: Final = (1, 2, 4, 8)
+"""Eighths of a step's tokens that it has rows to decide for: unembedding takes a tenth of a step, and each is a plan more."""
+
+
+class Room(NamedTuple):
+    """What a step has room for: windows, blocks of so many tokens, and rows to decide."""
+
+    phase: Phase
+    windows: int
+    blocks: int
+    block: int
+    rows: int
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def of(cls, phase: Phase, requests: int, blocks: int, block: int, rows: int) -> Room:
+        """Return room for one request or as many as there are blocks, and at least so many rows, in one of few numbers."""
+        return cls(phase, 1 if requests == 1 else blocks, blocks, block, decided(rows, blocks * block))
+
+    @classmethod
+    def ladder(cls, phase: Phase, requests: int, blocks: int, block: int, own_rows: int) -> list[Room]:
+        """Return all rooms of so many blocks for up to so many requests, each of which decides up to `own_rows` rows."""
+        found = dict[Room, None]()
+        for count in {1, min(blocks, requests)}:
+            least, most = (decided(rows, blocks * block) for rows in (own_rows, own_rows * count))
+            for rows in decisions(blocks * block):
+                if least <= rows <= most:
+                    found[cls.of(phase, count, blocks, block, rows)] = None
+        return list(found)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step."""
+        return self.blocks * self.block
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens, {self.rows:,} rows to decide"
+
+
+def decided(rows: int, tokens: int) -> int:
+    """Return the rows to decide that a step of some tokens has room for, of at least `rows`: one of few numbers.
+
+    >>> decided(4, 64), decided(300, 1024), decided(700, 1024), decided(0, 8192)
+    (64, 512, 1024, 1024)
+    """
+    return (found := decisions(tokens))[bisect_left(found, min(rows, tokens))]
+
+
+def decisions(tokens: int) -> list[int]:
+    """Return all that `decided` returns for steps of so many tokens, ascending."""
+    if tokens <= MOST_DOUBLED:  # unembedding them all takes as long as unembedding one
+        return [tokens]
+    return [-(-tokens * share // DECIDED[-1]) for share in DECIDED]
+
+
+class Shape(NamedTuple):
+    """A step as it is launched: its room, the groups that it serves, by bits, and whether it is marked."""
+
+    room: Room
+    groups: int
+    marked: bool
