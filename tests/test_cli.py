@@ -68,6 +68,48 @@ def test_plan_prints_the_table(mosaic: Any) -> None:
     assert "\x1b[" not in ran.out
 
 
+def test_sparse_keys_are_planned_as_a_refresh_and_reuse(mosaic: Any) -> None:
+    ask = (
+        "plan",
+        "--model",
+        "llada-8b",
+        "--ctx",
+        "16k",
+        "--device",
+        "h200",
+        "--budget",
+        "40GiB",
+        "--cache",
+        "sparse:retention=0.1",
+    )
+    shown, given = mosaic(*ask), mosaic(*ask, "--json").json
+    assert shown.code == 0 and "refresh, 16,384 tokens" in shown.out
+    assert [line.split()[0] for line in shown.out.splitlines()[-2:]] == ["refresh", "reuse"]
+    refresh, reuse = given["steps"]["refresh"], given["steps"]["reuse"]
+    assert refresh["packed_bytes"] == reuse["packed_bytes"] > (16384 - 32) // 10 * 2 * 4096 * 32 * 2
+    assert refresh["predicted_step_ms"] > 50 * reuse["predicted_step_ms"]
+    few = mosaic(*ask, "--budget", "14GiB")
+    assert few.code == 3 and "smallest budget for this request" in few.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--cache", "dual"), "--cache plans the steps of sparse keys; use --cache sparse, not dual."),
+        (("--cache", "sparse:retention=0"), "retention is 0; it must be a share of the keys, in (0, 1]."),
+        (("--cache", "sparse", "--ctx", "auto"), "give its positions, such as --ctx 128k."),
+        (("--cache", "sparse", "--masked", "4"), "--cache plans a canvas of --ctx; leave"),
+        (("--cache", "sparse", "--block-length", "16384"), "a block has 1 to 16,383 of the canvas' 16,384 positions"),
+        (("--block-length", "8"), "--block-length goes with --cache"),
+        (("--cache", "sparse", "--model", "sdar-8b"), "this model attends by blocks of 4"),
+    ],
+)
+def test_steps_of_sparse_keys_that_cannot_be(mosaic: Any, arguments: tuple[str, ...], message: str) -> None:
+    asked = mosaic("plan", "--model", "llada-8b", "--ctx", "16k", *arguments)
+    assert asked.code == 2 and asked.out == "" and asked.err.count("\n") <= 2
+    assert message in " ".join(asked.err.split())
+
+
 def test_plan_sets_sparse_steps_of_a_block_beside_the_exact_one(mosaic: Any) -> None:
     """The later steps of a block read fewer keys; what is selected is in the plan."""
     ask = ("plan", "--model", "sdar-8b", "--ctx", "128k", "--device", "h200", "--attention", "mage:k=1024")
