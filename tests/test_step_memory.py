@@ -62,12 +62,12 @@ class Model:
         return SimpleNamespace(pools=pools, records=PlanRecords({"buffers": buffers}))
 
     def span(self, pool: str, size: int) -> set[int]:
-        """Pages of the first bytes of a pool, except free rows."""
+        """Pages of the first bytes of a pool, except free rows: the first row, whose address launches name, stays."""
         found = set(range(-(-size // PAGE)))
         for table in self.tables:
             if table.pool == pool and table.name in self.learned:
                 pages = ROW_BYTES[table.name] // PAGE
-                found -= {page for start, end in table.free for page in range(start * pages, end * pages)}
+                found -= {page for start, end in table.free for page in range(max(start, 1) * pages, end * pages)}
         return found
 
     def fits(self, pages: dict[str, set[int]]) -> bool:
