@@ -639,7 +639,7 @@ RULES: list[tuple[str, dict[str, Any], str]] = [  # kernel, attributes, what is 
     ("kv_attention", {"layer": 2}, "2*layer*kv_heads*head_size+1 at most X: 17, 16"),
     ("kv_attention", {"layer": -1}, "0 at most layer: 0, -1"),
     ("kv_attention", {"block": -1}, "0 at most block: 0, -1"),
-    ("pack_keys", {"layer": 2}, "2*layer*W+1 at most X: 17, 16"),
+    ("pack_keys", {"layer": 2}, "2*layer*kv_heads*head_size+1 at most X: 17, 16"),
     ("pack_keys", {"layer": -1}, "0 at most layer: 0, -1"),
     ("pack_keys", {"head_size": 4}, "head_size*N divides W: 8, 4"),
     ("select_keys", {"pool": 0}, "1 at most pool: 1, 0"),

@@ -24,22 +24,25 @@ from mosaic.models.policies.sparse_keys import PACKED, SparseKeys
 from mosaic.planner import Planner, Request
 
 FAMILIES = ("llada", "dream")
+WAYS: dict[str, dict[str, Any]] = {
+    "hosted": {"config": {"stream": "all", "hidden": "host", "proj": 128}, "host_budget": "64MiB"},
+    "by heads": {"config": {"attention": "heads", "heads": 1, "proj": 128}},
+    "by heads, hosted": {
+        "config": {"attention": "heads", "heads": 1, "hidden": "host", "stream": "all", "proj": 128}, "host_budget": "64MiB",
+    },
+}  # fmt: skip
+"""Settings that every step takes as far as it has them."""
 
 
 @pytest.fixture(scope="module")
 def cases() -> Iterator[dict[str, Case]]:
-    """A model of each family whose memory is poisoned, and Dream's with layers that stream and hidden states in host memory."""
+    """A model of each family, whose memory is poisoned; and one of Dream in each of the other `WAYS`."""
     made = {}
-    for name in (*FAMILIES, "hosted"):
-        family = "dream" if name == "hosted" else name
+    for name in (*FAMILIES, *WAYS):
+        family = name if name in FAMILIES else "dream"
         arch = models.load(CONFIGS[family]).architecture
-        tensors = random_tensors(arch, 0)
-        hosted = (
-            {"config": {"stream": "all", "hidden": "host", "proj": 128}, "host_budget": "64MiB"}
-            if name == "hosted"
-            else {}
-        )
-        made[name] = Case(CompiledRunner(CONFIGS[family], tensors, debug="poison", **hosted), Network(arch, tensors))
+        tensors, options = random_tensors(arch, 0), WAYS.get(name, {})
+        made[name] = Case(CompiledRunner(CONFIGS[family], tensors, debug="poison", **options), Network(arch, tensors))
     yield made
     for case in made.values():
         case.runner.close()
@@ -92,6 +95,30 @@ def test_a_schedule_takes_its_steps(cases: dict[str, Case]) -> None:
         assert said == (2 * (blocks[0] + blocks[1]) if chosen.interval == 2 else 4 * blocks[0])
 
 
+def test_every_reading_of_the_selection_gives_an_answer_of_its_own(cases: dict[str, Case]) -> None:
+    """Few keys, wide windows and grouped heads, so that each reading keeps others."""
+    case, prompt = cases["dream"], prompt_of(40)
+    readings = [
+        Options(retention=0.1, pool=5, selection=name) for name in ("head-centric", "uniform", "uniform-published")
+    ]
+    readings += [Options(retention=0.1, pool=5, group="mean"), Options(retention=0.1, pool=1)]
+    answers = set()
+    for chosen in readings:
+        expected, _ = Stated(case.network).generate(prompt, 16, 8, chosen, Draw(), threshold=1.0)
+        found = assert_same(
+            case,
+            prompt,
+            expected,
+            gen_length=16,
+            block_length=8,
+            threshold=1.0,
+            cache=spelled(chosen),
+            algorithm="fast-dllm",
+        )
+        answers.add(tuple(found.token_ids.tolist()))
+    assert len(answers) == len(readings)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("selection", ["head-centric", "uniform", "uniform-published"])
 def test_all_keys_kept_are_the_dual_cache(cases: dict[str, Case], family: str, selection: str) -> None:
@@ -115,7 +142,8 @@ def test_a_refresh_at_every_step_is_the_plain_algorithm(cases: dict[str, Case]) 
         )
 
 
-def test_streamed_layers_and_hidden_states_on_the_host_change_nothing(cases: dict[str, Case]) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_heads_at_a_time_streams_and_the_host_change_nothing(cases: dict[str, Case], way: str) -> None:
     given = {
         "algorithm": "fast-dllm",
         "block_length": 4,
@@ -125,11 +153,10 @@ def test_streamed_layers_and_hidden_states_on_the_host_change_nothing(cases: dic
     }
     steps: list[Step] = []
     plain = cases["dream"].generate([prompt_of(150)], **given)[0]
-    hosted = cases["hosted"].generate([prompt_of(150)], on_step=steps.append, **given)[0]
-    assert plain.token_ids.tolist() == hosted.token_ids.tolist()
+    other = cases[way].generate([prompt_of(150)], on_step=steps.append, **given)[0]
+    assert plain.token_ids.tolist() == other.token_ids.tolist()
     took = {step.phase: step.plan.config for step in steps}
-    assert all(config["stream"] == "all" and config["hidden"] == "host" for config in took.values())
-    assert took.keys() == {"refresh", "reuse"} and took["refresh"]["proj"] == 128
+    assert took.keys() == {"refresh", "reuse"} and WAYS[way]["config"].items() <= took["refresh"].items()
 
 
 def test_requests_of_one_session_get_what_they_get_alone(cases: dict[str, Case]) -> None:

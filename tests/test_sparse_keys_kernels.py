@@ -45,29 +45,33 @@ def spanned(rng: random.Random, longest: int) -> tuple[list[int], list[list[int]
     return [*lengths[:at], 0, *lengths[at:]], [*spans[:at], [0] * 5, *spans[at:]]
 
 
-def score_case(seed: int, dtype: torch.dtype, sets: str = "kv", over: str = "max", longest: int = 40) -> Case:
+def score_case(seed: int, dtype: torch.dtype, each: str = "kv", over: str = "max", longest: int = 40) -> Case:
     rng = random.Random(seed)
     (heads, kv_heads), size = HEADS[seed % len(HEADS)], rng.choice([4, 5, 16])
     lengths, spans = spanned(rng, longest)
     tokens, generator = sum(lengths) + 2, torch.Generator().manual_seed(seed)
-    made = {"each": heads, "kv": kv_heads, "all": 1}[sets]
+    sets = heads // kv_heads if each == "query" else 1
     operands = {
         name: strided(torch.randn(tokens, count * size, generator=generator).to(dtype))
         for name, count in (("q", heads), ("k", kv_heads))
     } | {"spans": torch.tensor(spans, dtype=torch.int32), "cu_seqlens": starts(lengths)}
-    attrs = {"kv_heads": kv_heads, "head_size": size, "sets": made, "over": over}
-    return Case("score_keys", operands, {"scores": strided(torch.empty(made, tokens))}, attrs)
+    attrs = {"head_size": size, "each": sets, "over": over}
+    return Case("score_keys", operands, {"scores": strided(torch.empty(sets * kv_heads, tokens))}, attrs)
+
+
+def sets_of(case: Case) -> int:
+    return int(case.attrs["each"] * case.operands["k"].shape[1] // case.attrs["head_size"])
 
 
 def stated_scores(case: Case) -> tuple[Tensor, Tensor]:
     """Scores, and what was added up for each; NaN in columns of nobody."""
     q, k = (case.operands[name].double() for name in "qk")
-    size, group = case.attrs["head_size"], q.shape[1] // k.shape[1]
-    found = torch.full((2, case.attrs["sets"], q.shape[0]), float("nan"), dtype=F64)
-    members = q.shape[1] // size // case.attrs["sets"]
+    size, group, sets = case.attrs["head_size"], q.shape[1] // k.shape[1], sets_of(case)
+    found = torch.full((2, sets, q.shape[0]), float("nan"), dtype=F64)
+    members = q.shape[1] // size // sets
     bounds = case.operands["cu_seqlens"].tolist()
     for b, (first, end, *_) in enumerate(case.operands["spans"].tolist()):
-        for own in range(case.attrs["sets"]):
+        for own in range(sets):
             for row in range(bounds[b], bounds[b + 1]):
                 each = []
                 for head in range(own * members, own * members + members):
@@ -86,12 +90,12 @@ def assert_scores(case: Case, scores: Tensor) -> None:
     known = ~expected.isnan()
     size, (rows, width) = case.attrs["head_size"], case.operands["q"].shape
     wide = F64 if case.operands["q"].dtype == F64 else F32
-    error = gamma(size + rows + 12, wide) * terms + (1 + width // size // case.attrs["sets"]) * unit(F32) * terms
+    error = gamma(size + rows + 12, wide) * terms + (1 + width // size // sets_of(case)) * unit(F32) * terms
     assert_within(scores[known], expected[known], error[known])
     assert scores[~known].isnan().all()
 
 
-def select_case(seed: int, lists: int = 0, pool: int = 0, longest: int = 60) -> Case:
+def select_case(seed: int, longest: int = 60) -> Case:
     """Scores of few different values, so that many are equal; some are below 0, or -0.0."""
     rng = random.Random(seed)
     sets = rng.choice([1, 2, 6])
@@ -104,25 +108,32 @@ def select_case(seed: int, lists: int = 0, pool: int = 0, longest: int = 60) -> 
     operands = {
         "scores": strided(scores), "spans": torch.tensor(spans, dtype=torch.int32), "cu_seqlens": starts(lengths)
     }  # fmt: skip
-    attrs = {"sets": sets, "lists": lists or rng.choice([1, sets]), "pool": pool or rng.choice([1, 3, 3, 5, 9])}
-    chosen = strided(torch.empty(attrs["lists"], tokens, dtype=torch.int32).double()).int()
+    attrs = {
+        "members": rng.choice([1, sets]),
+        "pool": rng.choice([1, 3, 3, 5, 9]),
+        "pools": rng.choice(["each", "sum"]),
+    }
+    chosen = torch.empty(sets // attrs["members"], tokens, dtype=torch.int32)
     return Case("select_keys", operands, {"chosen": chosen}, attrs)
 
 
 def stated_rows(case: Case) -> list[list[list[tuple[int, float]]]]:
     """By list and sequence, the rows that are chosen with their totals in float64, then those of the span with 0."""
     scores, bounds = case.operands["scores"].double(), case.operands["cu_seqlens"].tolist()
-    sets, lists, pool = (case.attrs[name] for name in ("sets", "lists", "pool"))
-    found = []
-    for own in range(lists):
-        mine = scores[own * sets // lists : (own + 1) * sets // lists]
+    members, pool = case.attrs["members"], case.attrs["pool"]
+    found: list[list[list[tuple[int, float]]]] = []
+    for own in range(len(scores) // members):
+        mine = scores[own * members : (own + 1) * members]
         found.append([])
         for b, (_, _, low, high, kept) in enumerate(case.operands["spans"].tolist()):
             rows = [r for r in range(bounds[b], bounds[b + 1]) if not bounds[b] + low <= r < bounds[b] + high]
             totals = []
             for at in range(len(rows)):
                 near = rows[max(at - pool // 2, 0) : at + pool // 2 + 1]
-                totals.append(sum(max(float(of_set[r]) for r in near) for of_set in mine))
+                if case.attrs["pools"] == "each":
+                    totals.append(sum(max(float(of_set[r]) for r in near) for of_set in mine))
+                else:
+                    totals.append(max(sum(float(of_set[r]) for of_set in mine) for r in near))
             order = sorted(range(len(rows)), key=lambda at: (-totals[at], at))[:kept]
             span = [(bounds[b] + r, 0.0) for r in range(low, high)]
             found[-1].append([(rows[at], totals[at]) for at in sorted(order)] + span)
@@ -131,7 +142,7 @@ def stated_rows(case: Case) -> list[list[list[tuple[int, float]]]]:
 
 def assert_rows(case: Case, chosen: Tensor) -> None:
     """The same rows; where totals are sums of several roundings, rows whose totals are nearly the least one's may differ."""
-    bounds, several = case.operands["cu_seqlens"].tolist(), case.attrs["sets"] > case.attrs["lists"]
+    bounds, several = case.operands["cu_seqlens"].tolist(), case.attrs["members"] > 1
     untouched = torch.ones_like(chosen, dtype=torch.bool)
     for own, of_list in enumerate(stated_rows(case)):
         for b, expected in enumerate(of_list):
@@ -180,7 +191,7 @@ def pack_case(seed: int, dtype: torch.dtype, kept_in: torch.dtype | None = None,
         "chosen": chosen, "spans": torch.tensor(spans, dtype=torch.int32), "cu_seqlens": starts(lengths),
         "extents": extents, "kv": kv,
     }  # fmt: skip
-    return Case("pack_keys", operands, attrs={"layer": rng.randrange(layers), "head_size": size})
+    return Case("pack_keys", operands, attrs={"layer": rng.randrange(layers), "kv_heads": kv_heads, "head_size": size})
 
 
 def stated_packed(case: Case) -> Tensor:
@@ -201,10 +212,10 @@ def stated_packed(case: Case) -> Tensor:
 
 @pytest.mark.some
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize(("sets", "over"), [("kv", "max"), ("kv", "mean"), ("each", "max"), ("all", "mean")])
-def test_scores_of_keys(dtype: torch.dtype, sets: str, over: str) -> None:
+@pytest.mark.parametrize(("each", "over"), [("kv", "max"), ("kv", "mean"), ("query", "max")])
+def test_scores_of_keys(dtype: torch.dtype, each: str, over: str) -> None:
     for seed in range(5):
-        case = score_case(seed, dtype, sets, over)
+        case = score_case(seed, dtype, each, over)
         case.launch()
         assert_scores(case, case.outputs["scores"])
         if dtype == F64:
@@ -227,7 +238,7 @@ def test_selected_rows() -> None:
         case.launch()
         assert_rows(case, case.outputs["chosen"])
         reference, chosen = case.reference(), case.outputs["chosen"]
-        if case.attrs["sets"] == case.attrs["lists"]:
+        if case.attrs["members"] == 1:
             assert torch.equal(reference[reference >= 0], chosen[chosen >= 0])
 
 
@@ -236,7 +247,7 @@ def test_every_candidate_may_be_kept_and_one_at_least_is() -> None:
     scores, bounds = torch.tensor([[1.0, 2, 9, 9, 2, -1, 2]]), starts([7])
     for kept, pool, expected in ((5, 3, [0, 1, 4, 5, 6, 2, 3]), (1, 1, [1, 2, 3]), (1, 5, [0, 2, 3])):
         operands = {"scores": scores, "cu_seqlens": bounds, "spans": torch.tensor([[2, 4, 2, 4, kept]]).int()}
-        case = Case("select_keys", operands, {"chosen": torch.empty(1, 7).int()}, {"sets": 1, "lists": 1, "pool": pool})
+        case = Case("select_keys", operands, {"chosen": torch.empty(1, 7).int()}, {"members": 1, "pool": pool})
         case.launch()
         assert case.outputs["chosen"][0, : len(expected)].tolist() == expected
 
@@ -251,6 +262,21 @@ def test_packed_keys(dtype: torch.dtype) -> None:
         assert torch.equal(case.operands["kv"], expected)
 
 
+def test_heads_at_a_time_are_packed_where_all_of_them_would_be() -> None:
+    case = next(
+        case for case in (pack_case(seed, F32) for seed in range(4, 99, 5)) if len(case.operands["chosen"]) == 3
+    )
+    expected, size = stated_packed(case), case.attrs["head_size"]
+    for first, end in ((2, 3), (0, 2)):
+        part = {name: case.operands[name][:, first * size : end * size] for name in "kv"}
+        part["chosen"] = case.operands["chosen"][first:end]
+        run = Case(
+            "pack_keys", case.operands | {"k": part["k"], "v": part["v"], "chosen": part["chosen"]}, {}, case.attrs
+        )
+        load("pack_keys").launch(**run.operands, **run.attrs, row_start=first, scratch=run.scratch())
+    assert torch.equal(case.operands["kv"], expected)
+
+
 @pytest.mark.parametrize("dtype", OTHERS_SOAK, ids=name_of)
 def test_kernels_allocate_nothing(dtype: torch.dtype) -> None:
     for seed in range(3):
@@ -262,10 +288,11 @@ def test_kernels_allocate_nothing(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("case", "attrs", "message"),
     [
-        (score_case(2, F32), {"kv_heads": 3}, "kv_heads"),
-        (score_case(3, F32, "all"), {"over": "sum"}, "over must be one of max, mean, not 'sum'"),
+        (score_case(2, F32), {"each": 3}, "operand 'q'"),
+        (score_case(3, F32), {"over": "sum"}, "over must be one of max, mean, not 'sum'"),
         (select_case(0), {"pool": 4}, "pool must be an odd number of keys, not 4"),
-        (select_case(0), {"lists": 5}, "lists must divide"),
+        (select_case(0), {"members": 7}, "operand 'scores'"),
+        (select_case(0), {"pools": "max"}, "pools must be one of each, sum, not 'max'"),
         (pack_case(0, F32), {"layer": 7}, "not layer 7"),
     ],
 )

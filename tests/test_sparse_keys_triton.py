@@ -18,10 +18,10 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
 
-@pytest.mark.parametrize(("sets", "over"), [("kv", "max"), ("kv", "mean"), ("each", "max"), ("all", "mean")])
-def test_scores_of_keys_in_triton(sets: str, over: str) -> None:
+@pytest.mark.parametrize(("each", "over"), [("kv", "max"), ("kv", "mean"), ("query", "max")])
+def test_scores_of_keys_in_triton(each: str, over: str) -> None:
     for seed in range(4):
-        case = score_case(seed, [F32, BF16][seed % 2], sets, over, longest=90 if seed == 2 else 20)
+        case = score_case(seed, [F32, BF16][seed % 2], each, over, longest=90 if seed == 2 else 20)
         assert_scores(case, run(case, DEVICE)["scores"])
 
 

@@ -73,19 +73,16 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     kv, narrow = empty(40_000, 36 * 2 * 1024), {"k": empty(rows, 1024), "v": empty(rows, 1024)}
     where = {"kv": kv, "extents": empty(5, 4, dtype=index), "cu_extents": cu_seqlens, "cu_seqlens": cu_seqlens}
     yield "kv_store", {**narrow, **where, "positions": empty(rows, dtype=torch.int32), "layer": 3, "head_size": size}
-    spans, of_heads = (
-        {"spans": empty(1, 5, dtype=torch.int32), "cu_seqlens": cu_seqlens},
-        {"kv_heads": 8, "head_size": size},
-    )
+    spans = {"spans": empty(1, 5, dtype=torch.int32), "cu_seqlens": cu_seqlens}
     scores, chosen = empty(32, rows, dtype=wide), empty(8, rows, dtype=torch.int32)
-    for sets, over in ((8, "max"), (1, "mean")):
-        scored = {"q": x, "k": narrow["k"], "scores": scores[:sets], "sets": sets, "over": over}
-        yield "score_keys", {**scored, **spans, **of_heads}
-    for sets, lists in ((8, 8), (32, 1)):
-        ranked = {"scores": scores[:sets], "chosen": chosen[:lists], "sets": sets, "lists": lists, "pool": 3}
-        yield "select_keys", {**ranked, **spans}
-    packed = {"kv": kv, "extents": empty(1, 4, dtype=index), "chosen": chosen, "layer": 3, "head_size": size}
-    yield "pack_keys", {**narrow, **packed, **spans}
+    for each, over in ((1, "max"), (4, "mean")):
+        scored = {"q": x, "k": narrow["k"], "scores": scores[: 8 * each], "head_size": size, "each": each, "over": over}
+        yield "score_keys", {**scored, **spans}
+    for lists, members, pools in ((8, 1, "each"), (1, 32, "each"), (1, 32, "sum")):
+        ranked = {"scores": scores[: lists * members], "chosen": chosen[:lists], "members": members, "pool": 3}
+        yield "select_keys", {**ranked, **spans, "pools": pools}
+    packed = {"kv": kv, "extents": empty(1, 4, dtype=index), "chosen": chosen, "layer": 3, "kv_heads": 8}
+    yield "pack_keys", {**narrow, **packed, **spans, "head_size": size}
     freq = {"positions": empty(32, dtype=torch.int32), "inv_freq": empty(size // 2, dtype=wide)}
     few = {"k": empty(32, 1024), "v": empty(32, 1024), **where, **freq, "layer": 3, "head_size": size}
     yield "rotary_store", {"q": x[:32], **few}

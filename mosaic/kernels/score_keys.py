@@ -14,14 +14,15 @@ from mosaic.kernels.shared.scratch import beginning, tiles_of
 
 
 def bind(
-    *, q: Tensor, k: Tensor, spans: Tensor, cu_seqlens: Tensor, scores: Tensor, kv_heads: int, head_size: int, sets: int,
-    over: str = "max", scratch: Tensor | None = None,
+    *, q: Tensor, k: Tensor, spans: Tensor, cu_seqlens: Tensor, scores: Tensor, head_size: int, each: int, over: str = "max",
+    scratch: Tensor | None = None,
 ) -> Run:  # fmt: skip
-    """Write the scores [sets, T]; spans and bounds are read on the host."""
+    """Write the scores [each*K, T]; spans and bounds are read on the host."""
     total, mean, rows, column, rounded = tiles_of("score_keys", scratch, {"q": q}, head_size=head_size)
     of_both = torch.add if over == "mean" else torch.maximum
-    heads = q.shape[1] // head_size
-    members, group = heads // sets, heads // kv_heads
+    heads, kv_heads = q.shape[1] // head_size, k.shape[1] // head_size
+    group = heads // kv_heads
+    members = group // each
     q_TNH, k_TKH, width = q.view(-1, heads, head_size), k.view(-1, kv_heads, head_size), rows.shape[0]
 
     def run() -> None:
@@ -52,16 +53,17 @@ launch = launcher(bind)
 
 
 def reference(
-    *, q: Tensor, k: Tensor, spans: Tensor, cu_seqlens: Tensor, kv_heads: int, head_size: int, sets: int, over: str = "max"
+    *, q: Tensor, k: Tensor, spans: Tensor, cu_seqlens: Tensor, head_size: int, each: int, over: str = "max"
 ) -> Tensor:  # fmt: skip
     """Return the scores in plain PyTorch; columns of rows in no sequence are NaN."""
-    heads = q.shape[1] // head_size
+    heads, kv_heads = q.shape[1] // head_size, k.shape[1] // head_size
+    sets = each * kv_heads
     scores = torch.full((sets, q.shape[0]), float("nan"), dtype=q.dtype)
     for (start, end), (first, last, *_) in zip(pairwise(cu_seqlens.tolist()), spans.tolist(), strict=True):
         if start == end:
             continue
         mean_NH = q[start + first : start + last].view(-1, heads, head_size).mean(0)
         k_SNH = k[start:end].view(-1, kv_heads, head_size).repeat_interleave(heads // kv_heads, 1)
-        each = torch.einsum("nh,snh->ns", mean_NH, k_SNH).view(sets, heads // sets, -1)
-        scores[:, start:end] = each.mean(1) if over == "mean" else each.amax(1)
+        found = torch.einsum("nh,snh->ns", mean_NH, k_SNH).view(sets, heads // sets, -1)
+        scores[:, start:end] = found.mean(1) if over == "mean" else found.amax(1)
     return scores

@@ -17,24 +17,27 @@ from mosaic.kernels.shared.scratch import tiles_of
 
 
 def bind(
-    *, scores: Tensor, spans: Tensor, cu_seqlens: Tensor, chosen: Tensor, sets: int, lists: int, pool: int,
+    *, scores: Tensor, spans: Tensor, cu_seqlens: Tensor, chosen: Tensor, members: int, pool: int, pools: str = "each",
     scratch: Tensor | None = None,
 ) -> Run:  # fmt: skip
-    """Write the chosen rows of each sequence and list into chosen [lists, T]; spans and bounds are read on the host."""
+    """Write the chosen rows of each sequence and list into chosen [N, T]; spans and bounds are read on the host."""
     tiles = [tile.numpy() for tile in tiles_of("select_keys", scratch, {"scores": scores})]
-    given, rows, members = scores.numpy(), chosen.numpy(), sets // lists
+    given, rows, width = scores.numpy(), chosen.numpy(), pool if pools == "each" else 1
 
     def run() -> None:
         bounds = zip(pairwise(cu_seqlens.tolist()), spans.tolist(), strict=True)
         for (start, end), (_, _, low, high, kept) in bounds:
             count = end - start - (high - low)
             side, pooled, total, order, ranks = (tile[:count] for tile in tiles)
-            for own in range(lists if end > start else 0):
+            for own in range(len(rows) if end > start else 0):
                 total.fill(0.0)
                 for scores_T in given[own * members : (own + 1) * members]:
                     side[:low], side[low:] = scores_T[start : start + low], scores_T[start + high : end]
-                    _pool(side, pooled, pool)
+                    _pool(side, pooled, width)
                     np.add(total, pooled, out=total)
+                if width < pool:
+                    np.copyto(side, total)
+                    _pool(side, total, pool)
                 fill_order(order, ranks, total)
                 order.sort()
                 found = indices_of(order[:kept])
@@ -60,16 +63,21 @@ def _pool(side: NDArray[np.float32], pooled: NDArray[np.float32], pool: int) -> 
 
 
 def reference(
-    *, scores: Tensor, spans: Tensor, cu_seqlens: Tensor, sets: int, lists: int, pool: int
+    *, scores: Tensor, spans: Tensor, cu_seqlens: Tensor, members: int, pool: int, pools: str = "each"
 ) -> Tensor:  # fmt: skip
     """Return the chosen rows, in plain PyTorch; -1 where there is none."""
-    chosen = torch.full((lists, scores.shape[1]), -1, dtype=torch.int32)
+    chosen = torch.full((len(scores) // members, scores.shape[1]), -1, dtype=torch.int32)
+
+    def pooled(x: Tensor) -> Tensor:
+        return torch.nn.functional.max_pool1d(x[None], pool, 1, pool // 2)[0]
+
     for (start, end), (_, _, low, high, kept) in zip(pairwise(cu_seqlens.tolist()), spans.tolist(), strict=True):
         if start == end:
             continue
         row = torch.tensor([r for r in range(start, end) if not low <= r - start < high])
-        pooled = torch.nn.functional.max_pool1d(scores[:, row][None], pool, 1, pool // 2)[0]
-        total = pooled.view(lists, sets // lists, -1).sum(1)
+        mine = pooled(scores[:, row]) if pools == "each" else scores[:, row]
+        total = mine.view(len(chosen), members, -1).sum(1)
+        total = total if pools == "each" else pooled(total)
         best = torch.sort(total, dim=1, descending=True, stable=True).indices[:, :kept].sort(1).values
         chosen[:, start : start + kept] = row[best]
         chosen[:, start + kept : start + kept + high - low] = torch.arange(start + low, start + high)

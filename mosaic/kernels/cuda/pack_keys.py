@@ -16,7 +16,7 @@ ROWS: Final = 32
 WARPS: Final = 4
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer", "row_start"])
 def pack_keys_kernel(
     k,
     v,
@@ -30,6 +30,7 @@ def pack_keys_kernel(
     chosen_stride,
     kv_stride,
     layer,
+    row_start,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -52,7 +53,7 @@ def pack_keys_kernel(
         keys = tl.load(k + taken[:, None] * k_stride + from_, mask=mask)
         values = tl.load(v + taken[:, None] * v_stride + from_, mask=mask)
         rows = tl.load(extents + 4 * sequence + 1)
-        to = kv + tl.load(extents + 4 * sequence) * kv_stride + (2 * layer * HEADS + head) * SIZE * rows
+        to = kv + tl.load(extents + 4 * sequence) * kv_stride + (2 * layer * HEADS + row_start + head) * SIZE * rows
         place = to + row[:, None] * SIZE + column[None, :]
         tl.store(place, keys.to(kv.dtype.element_ty), mask=mask)
         tl.store(place + HEADS * SIZE * rows, values.to(kv.dtype.element_ty), mask=mask)
@@ -60,7 +61,7 @@ def pack_keys_kernel(
 
 def launch(
     *, k: Tensor, v: Tensor, chosen: Tensor, spans: Tensor, cu_seqlens: Tensor, extents: Tensor, kv: Tensor, layer: int,
-    head_size: int, scratch: Tensor | None = None,
+    kv_heads: int, head_size: int, row_start: int = 0, scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Update kv."""
     heads = k.shape[1] // head_size
@@ -74,10 +75,11 @@ def launch(
         kv,
         k.stride(0),
         v.stride(0),
-        chosen.stride(0) if chosen.shape[0] > 1 else 0,
+        chosen.stride(0) if chosen.shape[0] == heads else 0,
         kv.stride(0),
         layer,
-        HEADS=heads,
+        row_start,
+        HEADS=kv_heads,
         SIZE=head_size,
         BLOCK=ROWS,
         BLOCK_H=power_of_two(head_size, 1 << 16),

@@ -66,12 +66,12 @@ def score_keys_kernel(
 
 
 def launch(
-    *, q: Tensor, k: Tensor, spans: Tensor, cu_seqlens: Tensor, scores: Tensor, kv_heads: int, head_size: int, sets: int,
-    over: str = "max", scratch: Tensor | None = None,
+    *, q: Tensor, k: Tensor, spans: Tensor, cu_seqlens: Tensor, scores: Tensor, head_size: int, each: int, over: str = "max",
+    scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write the scores [sets, T]."""
-    heads = q.shape[1] // head_size
-    score_keys_kernel[(triton.cdiv(k.shape[0], KEYS), sets, spans.shape[0])](
+    """Write the scores [each*K, T]."""
+    group = q.shape[1] // k.shape[1]
+    score_keys_kernel[(triton.cdiv(k.shape[0], KEYS), scores.shape[0], spans.shape[0])](
         q,
         k,
         spans,
@@ -80,8 +80,8 @@ def launch(
         q.stride(0),
         k.stride(0),
         scores.stride(0),
-        MEMBERS=heads // sets,
-        GROUP=heads // kv_heads,
+        MEMBERS=group // each,
+        GROUP=group,
         SIZE=head_size,
         LARGEST=over == "max",
         BLOCK_H=power_of_two(head_size, 1 << 16),

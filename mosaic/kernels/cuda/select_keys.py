@@ -38,6 +38,7 @@ def totals_kernel(
     totals_stride,
     MEMBERS: tl.constexpr,
     POOL: tl.constexpr,
+    EACH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     own = tl.program_id(1)
@@ -50,13 +51,27 @@ def totals_kernel(
     if tl.program_id(0) * BLOCK < count:
         first = scores + own.to(tl.int64) * MEMBERS * scores_stride
         total = tl.zeros([BLOCK], tl.float32)
-        for member in range(MEMBERS):
+        if EACH:
+            for member in range(MEMBERS):
+                pooled = tl.full([BLOCK], float("-inf"), tl.float32)
+                for distance in range(-(POOL // 2), POOL // 2 + 1):
+                    near = candidate + distance
+                    place = first + member * scores_stride + row_of(near, start, low, high)
+                    found = tl.load(place, mask=(near >= 0) & (near < count), other=float("-inf"))
+                    pooled = tl.maximum(pooled, found)
+                total += pooled
+        else:
             pooled = tl.full([BLOCK], float("-inf"), tl.float32)
             for distance in range(-(POOL // 2), POOL // 2 + 1):
                 near = candidate + distance
-                mine = first + member * scores_stride + row_of(near, start, low, high)
-                pooled = tl.maximum(pooled, tl.load(mine, mask=(near >= 0) & (near < count), other=float("-inf")))
-            total += pooled
+                there = (near >= 0) & (near < count)
+                found = tl.zeros([BLOCK], tl.float32)
+                for member in range(MEMBERS):
+                    found += tl.load(
+                        first + member * scores_stride + row_of(near, start, low, high), mask=there, other=0.0
+                    )
+                pooled = tl.maximum(pooled, tl.where(there, found, float("-inf")))
+            total = pooled
         tl.store(totals + own.to(tl.int64) * totals_stride + start + candidate, total, mask=candidate < count)
 
 
@@ -110,14 +125,23 @@ def choose_kernel(totals, spans, cu_seqlens, chosen, totals_stride, chosen_strid
 
 
 def launch(
-    *, scores: Tensor, spans: Tensor, cu_seqlens: Tensor, chosen: Tensor, sets: int, lists: int, pool: int,
+    *, scores: Tensor, spans: Tensor, cu_seqlens: Tensor, chosen: Tensor, members: int, pool: int, pools: str = "each",
     scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write the chosen rows of each sequence and list into chosen [lists, T]."""
-    rows, sequences = scores.shape[1], spans.shape[0]
+    """Write the chosen rows of each sequence and list into chosen [N, T]."""
+    (lists, rows), sequences = chosen.shape, spans.shape[0]
     totals = floats_of("select_keys", scratch, lists * rows)
     totals_kernel[(triton.cdiv(rows, POOLED), lists, sequences)](
-        scores, spans, cu_seqlens, totals, scores.stride(0), rows, MEMBERS=sets // lists, POOL=pool, BLOCK=POOLED
+        scores,
+        spans,
+        cu_seqlens,
+        totals,
+        scores.stride(0),
+        rows,
+        MEMBERS=members,
+        POOL=pool,
+        EACH=pools == "each",
+        BLOCK=POOLED,
     )
     tile = power_of_two(-(-rows // sequences), TILE, least=LEAST)
     choose_kernel[(lists, sequences)](

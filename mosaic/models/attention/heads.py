@@ -66,6 +66,9 @@ class Heads(Way):
                 stored(g, attend(step, layer, q, k, v, y), attended)
         project_out(step, attended, matrices["o_proj"])
 
+    def projected(self, step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer) -> None:
+        """Register what a policy makes of the queries, keys and values of some heads while they exist."""
+
     def _in_place(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]) -> None:
         """Project the queries of a few heads with their keys and values under one norm; results replace queries."""
         g, arch, head_size = step.g, step.arch, step.arch.stack[layer].attention.head_size
@@ -74,6 +77,7 @@ class Heads(Way):
         with g.chunk("heads", over=g.dim("kv_heads"), tile=1) as group:
             k, v = (g.buffer(name, (step.tokens, group * head_size), arch.dtype) for name in ("k", "v"))
             project_rows(step, layer, norm, matrices, {"q": q, "k": k, "v": v}, "proj", "attention_in")
+            self.projected(step, layer, q, k, v)
             attend(step, layer, q, k, v, attended)
         project_out(step, attended, matrices["o_proj"])
 

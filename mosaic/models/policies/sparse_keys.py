@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, get_
 import numpy as np
 
 from mosaic.errors import UnknownName, UsageError
+from mosaic.models.attention.heads import Heads
 from mosaic.models.attention.kept import KeptIn, KeptTogether
 from mosaic.models.attention.together import Together
 from mosaic.models.inputs import Input
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from mosaic.models.state import State
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
+    from mosaic.registrar.schemes.scheme import Bundle
 
 __all__ = ["PACKED", "Keeping", "Packed", "Packing", "SparseKeys"]
 
@@ -234,38 +236,65 @@ class Packing(Whole):
             step.inputs[entry.name]
 
     def ways(self) -> Sequence[Way]:
-        """Return all queries, keys and values at once."""
-        return (_PackingTogether(self),)
+        """Return all heads at once; and groups of them, if they choose for themselves."""
+        whole: tuple[Way, ...] = (_PackingTogether(self),)
+        return (*whole, _PackingHeads(self)) if self.selection == "head-centric" else whole
 
-    def sets(self, arch: Architecture, layer: int) -> int:
-        """Return the sets of query heads whose scores are pooled."""
-        own = arch.stack[layer].attention
-        return {"head-centric": own.kv_heads, "uniform": own.heads, "uniform-published": 1}[self.selection]
+    def pack(self, step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer, chosen: Buffer | None = None) -> None:
+        """Score, select and pack the keys of all heads, or of those of a region, whose part of `chosen` is written."""
+        g, own, spans = step.g, step.arch.stack[layer].attention, step.inputs["spans"]
+        alone = self.selection == "head-centric"
+        each, members = (1, 1) if alone else (own.heads // own.kv_heads, own.heads)
+        scores = g.add_op(
+            "score_keys",
+            q,
+            k,
+            spans,
+            step.cu_seqlens,
+            name="scores",
+            head_size=own.head_size,
+            each=each,
+            over=self.group,
+        )
+        chosen = g.add_op(
+            "select_keys", scores, spans, step.cu_seqlens, out=chosen, name="select", members=members, pool=self.pool,
+            pools="sum" if self.selection == "uniform-published" else "each",
+        )  # fmt: skip
+        g.add_op(
+            "pack_keys", k, v, chosen, spans, step.cu_seqlens, step.inputs["packed_extents"], g[PACKED.name], name="pack",
+            layer=key_row(step.arch).places[layer], kv_heads=own.kv_heads, head_size=own.head_size,
+        )  # fmt: skip
 
 
 class _PackingTogether(Together):
-    """Keys are scored, selected and packed before attention overwrites the queries."""
+    """Keys are packed before attention overwrites the queries."""
 
     def __init__(self, policy: Packing) -> None:
         self._policy = policy
 
     def projected(self, step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer) -> None:
-        """Keep a layer's keys and values."""
-        g, policy, own = step.g, self._policy, step.arch.stack[layer].attention
-        sets, spans = policy.sets(step.arch, layer), step.inputs["spans"]
-        over = policy.group if policy.selection == "head-centric" else "mean"
-        scores = g.add_op(
-            "score_keys", q, k, spans, step.cu_seqlens, name="scores", kv_heads=own.kv_heads, head_size=own.head_size,
-            sets=sets, over=over,
-        )  # fmt: skip
-        chosen = g.add_op(
-            "select_keys", scores, spans, step.cu_seqlens, name="select", sets=sets, pool=policy.pool,
-            lists=sets if policy.selection == "head-centric" else 1,
-        )  # fmt: skip
-        g.add_op(
-            "pack_keys", k, v, chosen, spans, step.cu_seqlens, step.inputs["packed_extents"], g[PACKED.name], name="pack",
-            layer=key_row(step.arch).places[layer], head_size=own.head_size,
-        )  # fmt: skip
+        """Keep some of a layer's keys and values."""
+        self._policy.pack(step, layer, q, k, v)
+
+
+class _PackingHeads(Heads):
+    """The same of some heads at a time; queries and results are on the device, wherever hidden states are."""
+
+    def __init__(self, policy: Packing) -> None:
+        self._policy = policy
+
+    def begin(self, step: StepGraph) -> None:
+        """Have no results in host memory."""
+        self._attended = None
+
+    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]) -> None:
+        """Declare what the heads choose, which says in a region where theirs lies."""
+        self._chosen = step.g.buffer("chosen", (step.g.dim("kv_heads"), step.tokens), "int32")
+        Heads.register(self, step, layer, norm, matrices)
+
+    def projected(self, step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer) -> None:
+        """Keep some of the heads' keys and values."""
+        self._policy.pack(step, layer, q, k, v, self._chosen)
 
 
 # --- Reuse ------------------------------------------------------------------------------------------------------------

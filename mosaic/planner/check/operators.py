@@ -218,8 +218,8 @@ _NOTATION: Final = {
     ),
     "pack_keys": _Operator(
         "k:a=T,W v:a=T,W chosen:int32=N,T spans:int32=B,5 cu_seqlens:int32=B+1 extents:int64=B,4 kv:floats=R,X",
-        "k v chosen spans cu_seqlens extents kv", "kv", "layer:n head_size:n", whole="T W N B R X",
-        moved="k v chosen spans cu_seqlens kv=2,T,W", rules=(("divides", "head_size*N", "W"), *_kv_row("W")),
+        "k v chosen spans cu_seqlens extents kv", "kv", "layer:n kv_heads:n head_size:n", whole="T B R X",
+        moved="k v chosen spans cu_seqlens kv=2,T,W", rules=(("divides", "head_size*N", "W"), *_kv_row("kv_heads*head_size")),
     ),
     "pack_requests": _Operator(
         f"{_TABLE} room:int64=1,7 row:int64=sequences begin:int32=sequences seen:int32=sequences cu_seqlens:int32=sequences+1 "
@@ -327,13 +327,14 @@ _NOTATION: Final = {
     ),
     "row_stats": _Operator(f"logits=C,*V {_STATISTICS}", "logits", _STATISTIC_NAMES, flops="6*C*V"),
     "score_keys": _Operator(
-        "q:a=T,Q k:a=T,kv_heads*head_size spans:int32=B,5 cu_seqlens:int32=B+1 scores:float32=sets,T", "q k spans cu_seqlens",
-        "scores", "kv_heads:n head_size:n sets:n over?:s", "2*T*Q", "T Q B", moved="k spans cu_seqlens scores",
-        rules=(("divides", "kv_heads*head_size", "Q"), ("divides", "sets*head_size", "Q")),
+        "q:a=T,Q k:a=T,P spans:int32=B,5 cu_seqlens:int32=B+1 scores:float32=S,T", "q k spans cu_seqlens", "scores",
+        "head_size:n each:n over?:s", "2*T*Q", "T B", moved="k spans cu_seqlens scores",
+        rules=(("groups", "P", "Q"), ("divides", "S*head_size", "each*P"), ("divides", "each*P", "S*head_size"),
+               ("divides", "each*P", "Q")),
     ),
     "select_keys": _Operator(
-        "scores:float32=sets,T spans:int32=B,5 cu_seqlens:int32=B+1 chosen:int32=lists,T", "scores spans cu_seqlens", "chosen",
-        "sets:n lists:n pool:n", whole="T B", rules=(("divides", "lists", "sets"), ("at most", "1", "pool")),
+        "chosen:int32=N,T spans:int32=B,5 cu_seqlens:int32=B+1 scores:float32=N*members,T", "scores spans cu_seqlens", "chosen",
+        "members:n pool:n pools?:s", whole="T B", rules=(("at most", "1", "pool"),),
     ),
     "select_requests": _Operator(
         f"{_TABLE} row:int64=B seen:int32=B cu_seqlens:int32=B+1 positions:int32=T owner:int64=B captured:int32=B "

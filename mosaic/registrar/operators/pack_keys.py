@@ -1,10 +1,12 @@
 """Copy the chosen keys and values of each sequence into its rows of one layer of kv[R, L*2*W], side by side, per head.
 
-dLLM-Serve, section 4.5: row j of a sequence has, for each key-value head, that head's own j-th key and value. `chosen[lists, T]`
-has from column cu_seqlens[b] on the rows of k and v that are copied, the same for all heads (one list) or a list for each head
-(`select_keys`); there are spans[b, 4] + spans[b, 3] - spans[b, 2] of them. Sequence b has one extent, which `extents[b]` describes
-as `kv_store` does, and at least as many rows. Rows after them are unchanged. kv may have a dtype of its own. Nothing is ever
-sliced.
+dLLM-Serve, section 4.5: row j of a sequence has, for each key-value head, that head's own j-th key and value. `chosen[N, T]` has
+from column cu_seqlens[b] on the rows of k and v that are copied (`select_keys`), the same for all heads (one list) or a list for
+each head; there are spans[b, 4] + spans[b, 3] - spans[b, 2] of them. Sequence b has one extent, which `extents[b]` describes as
+`kv_store` does, and at least as many rows. Rows after them are unchanged. kv may have a dtype of its own, and has `kv_heads` heads.
+
+A region over heads gives the keys and values of some heads, and slices chosen: list r is that of head `row_start` + r of kv.
+Nothing else is sliced.
 """
 
 from mosaic.registrar.kernels import kernels_of
@@ -13,9 +15,9 @@ from mosaic.registrar.operators import kv_store
 from mosaic.registrar.tiles import KEY_ROWS, Tile, Tiles
 
 
-def rules(*, L: Dim, K: Dim, lists: Dim, layer: int, kv: Spec, **_: object) -> None:
+def rules(*, L: Dim, K: Dim, N: Dim, layer: int, kv: Spec, **_: object) -> None:
     kv_store.rules(L=L, layer=layer, kv=kv)
-    require(lists in (1, K), f"chosen has a list for all heads, or one for each of the {K}, not {lists}")
+    require(N in (1, K), f"chosen has a list for all heads, or one for each of the {K}, not {N}")
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -26,12 +28,12 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 OPERATOR = Operator(
     name="pack_keys",
     operands="""
-        k@:a[T, K*head_size] v@:a[T, K*head_size] chosen@:i32[lists, T] spans@:i32[B, 5] cu_seqlens@:i32[B+1]
-        extents@#:i64[B, 4] kv!@#:c[R, L*2*K*head_size]
+        k@:a[T, K*head_size] v@:a[T, K*head_size] chosen:i32[N, T] spans@:i32[B, 5] cu_seqlens@:i32[B+1]
+        extents@#:i64[B, 4] kv!@#:c[R, L*2*kv_heads*head_size]
     """,
-    attrs="layer head_size",
+    attrs="layer kv_heads head_size",
     rules=rules,
     moved={"kv": "2*k", "extents": "0"},
-    implementations=kernels_of("pack_keys", tiles=tiles),
+    implementations=kernels_of("pack_keys", tiles=tiles, row_origin="chosen"),
     roles={"k": "attention", "v": "attention", "chosen": "statistics"},
 )

@@ -1,27 +1,25 @@
-"""scores[sets, T]: the products of the mean query of a block with every key of its sequence, per set of query heads.
+"""scores[each*K, T]: the products of the mean query of a block with every key of its sequence, per set of query heads.
 
 dLLM-Serve (`Q_b K^T` of equations 5 and 6, before pooling), with the mean over the block's rows as Q_b, as in its code. Sequence b
 has the rows cu_seqlens[b] to cu_seqlens[b + 1]; spans[b] = (first, end, span first, span end, kept) counts from its first row, and
 its block's rows are `first` to `end`, at least one. With m_h the mean of those rows' queries of head h, scores[s, t] is the
-largest of m_h k_t over the query heads h of set s (`over` "max") or their mean ("mean"). The query heads are divided evenly and in
-order among `sets`: as many as there are key-value heads, or query heads, or 1.
+largest of m_h k_t over the query heads h of set s (`over` "max") or their mean ("mean"). There are `each` sets for every key-value
+head, among which its query heads are divided evenly and in order: one, or one for each query head.
 
-Columns of rows in no sequence are not written. Nothing is ever sliced. `select_keys` describes the rest of `spans`.
+Columns of rows in no sequence are not written. A region over heads may slice q and scores, nothing else is sliced. `select_keys`
+describes the rest of `spans`.
 """
 
 from typing import Final
 
 from mosaic.registrar.kernels import kernels_of
-from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, divides, require
+from mosaic.registrar.operator import Attrs, Operator, Specs, require
 from mosaic.registrar.tiles import KEY_ROWS, Tile, Tiles, compute_dtype
 
 OVER: Final = ("max", "mean")
 
 
-def rules(*, M: Dim, sets: int, kv_heads: int, over: str, **_: object) -> None:
-    require(
-        divides(kv_heads, M * sets), f"the heads of q must be a multiple of the {kv_heads} KV heads, not {M * sets}"
-    )
+def rules(*, over: str, **_: object) -> None:
     require(over in OVER, f"over must be one of {', '.join(OVER)}, not '{over}'")
 
 
@@ -34,8 +32,10 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 OPERATOR = Operator(
     name="score_keys",
-    operands="q@:a[T, M*sets*head_size] k@:a[T, kv_heads*head_size] spans@:i32[B, 5] cu_seqlens@:i32[B+1] -> scores:f32[sets, T]",
-    attrs="kv_heads head_size sets over='max'",
+    operands="""
+        q:a[T, M*each*K*head_size] k@:a[T, K*head_size] spans@:i32[B, 5] cu_seqlens@:i32[B+1] -> scores:f32[each*K, T]
+    """,
+    attrs="head_size each over='max'",
     rules=rules,
     flops="2*q",
     moved={"q": "0"},

@@ -1,23 +1,29 @@
-"""chosen[lists, T]: the rows of each sequence whose keys are kept, per list: those with the largest pooled scores, and its span's.
+"""chosen[N, T]: the rows of each sequence whose keys are kept, in N lists: those with the largest pooled scores, and its span's.
 
 dLLM-Serve, equations 5 and 6. Sequence b has n rows, from cu_seqlens[b] on, and spans[b] = (first, end, span first, span end,
 kept), counted from there: its candidates are the rows before `span first` and those from `span end` on, side by side, so that
 windows reach across the span. The pooled score of a candidate is the largest score of the `pool` candidates around it, an odd
-number, of which there are fewer at the ends. Sets are divided evenly and in order among `lists`: a candidate's total is the sum of
-its pooled scores over the list's sets, in float32. The `kept` candidates of the largest total are chosen; ties go to the lower row.
+number, of which there are fewer at the ends. A candidate's total, in float32, is the sum of its pooled scores over the `members`
+sets of a list (`pools` "each", equation 5), or what is pooled of the sums ("sum", as the published codes do). The `kept`
+candidates of the largest total are chosen; ties go to the lower row.
 
 From column cu_seqlens[b] on, chosen has the rows of the step that are chosen, ascending, then those of the span: `kept` + `span
-end` - `span first` in all. Columns after them are unchanged. `kept` is at most the number of candidates. Nothing is ever sliced.
+end` - `span first` in all. Columns after them are unchanged. `kept` is at most the number of candidates. A region
+over heads may slice scores and chosen, nothing else is sliced.
 """
 
+from typing import Final
+
 from mosaic.registrar.kernels import kernels_of
-from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, require
+from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, exact, require
 from mosaic.registrar.tiles import Tile, Tiles
 
+POOLS: Final = ("each", "sum")
 
-def rules(*, sets: int, lists: int, pool: int, **_: object) -> None:
-    require(lists > 0 and sets % lists == 0, f"lists must divide the {sets} sets of scores, not {lists}")
+
+def rules(*, pool: int, pools: str, **_: object) -> None:
     require(pool > 0 and pool % 2 == 1, f"pool must be an odd number of keys, not {pool}")
+    require(pools in POOLS, f"pools must be one of {', '.join(POOLS)}, not '{pools}'")
 
 
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
@@ -28,13 +34,14 @@ def tiles(specs: Specs, attrs: Attrs) -> Tiles:
 
 def totals(specs: Specs, attrs: Attrs) -> Dim:
     """Reserve the totals of all lists."""
-    return 4 * attrs["lists"] * specs["scores"].shape[1]
+    sets, keys = specs["scores"].shape
+    return exact(4 * sets * keys) / attrs["members"]
 
 
 OPERATOR = Operator(
     name="select_keys",
-    operands="scores@:f32[sets, T] spans@:i32[B, 5] cu_seqlens@:i32[B+1] -> chosen:i32[lists, T]",
-    attrs="sets lists pool",
+    operands="scores:f32[N*members, T] spans@:i32[B, 5] cu_seqlens@:i32[B+1] -> chosen:i32[N, T]",
+    attrs="members pool pools='each'",
     rules=rules,
     implementations=kernels_of("select_keys", tiles=tiles, scratch=totals),
     roles={"scores": "statistics", "chosen": "statistics"},
