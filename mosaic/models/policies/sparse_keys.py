@@ -246,16 +246,8 @@ class Packing(Whole):
         alone = self.selection == "head-centric"
         each, members = (1, 1) if alone else (own.heads // own.kv_heads, own.heads)
         scores = g.add_op(
-            "score_keys",
-            q,
-            k,
-            spans,
-            step.cu_seqlens,
-            name="scores",
-            head_size=own.head_size,
-            each=each,
-            over=self.group,
-        )
+            "score_keys", q, k, spans, step.cu_seqlens, name="scores", head_size=own.head_size, each=each, over=self.group,
+        )  # fmt: skip
         chosen = g.add_op(
             "select_keys", scores, spans, step.cu_seqlens, out=chosen, name="select", members=members, pool=self.pool,
             pools="sum" if self.selection == "uniform-published" else "each",
