@@ -84,7 +84,11 @@ def test_sparse_keys_are_planned_as_a_refresh_and_reuse(mosaic: Any) -> None:
     )
     shown, given = mosaic(*ask), mosaic(*ask, "--json").json
     assert shown.code == 0 and "refresh, 16,384 tokens" in shown.out
-    assert [line.split()[0] for line in shown.out.splitlines()[-2:]] == ["refresh", "reuse"]
+    assert [line.split()[:2] for line in shown.out.splitlines()[-3:]] == [
+        ["refresh", "4"],
+        ["reuse", "124"],
+        ["all", "128"],
+    ]
     refresh, reuse = given["steps"]["refresh"], given["steps"]["reuse"]
     assert refresh["packed_bytes"] == reuse["packed_bytes"] > (16384 - 32) // 10 * 2 * 4096 * 32 * 2
     assert refresh["predicted_step_ms"] > 50 * reuse["predicted_step_ms"]
@@ -100,7 +104,13 @@ def test_sparse_keys_are_planned_as_a_refresh_and_reuse(mosaic: Any) -> None:
         (("--cache", "sparse", "--ctx", "auto"), "give its positions, such as --ctx 128k."),
         (("--cache", "sparse", "--masked", "4"), "--cache plans a canvas of --ctx; leave"),
         (("--cache", "sparse", "--block-length", "16384"), "a block has 1 to 16,383 of the canvas' 16,384 positions"),
+        (
+            ("--cache", "sparse", "--gen-length", "48"),
+            "--gen-length is 48; an answer has whole blocks of 32 of the canvas'",
+        ),
+        (("--cache", "sparse", "--gen-length", "16384"), "--gen-length is 16384; an answer has whole blocks"),
         (("--block-length", "8"), "--block-length goes with --cache"),
+        (("--gen-length", "8"), "--gen-length goes with --cache"),
         (("--cache", "sparse", "--model", "sdar-8b"), "this model attends by blocks of 4"),
     ],
 )

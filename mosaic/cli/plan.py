@@ -49,6 +49,7 @@ def plan(
     ] = "auto",
     cache: o.PlannedCache = None,
     block_length: o.BlockLength = None,
+    gen_length: Annotated[int | None, typer.Option(help="Tokens of the answer, with --cache; default 128.")] = None,
     attention: o.Attention = None,
     eviction: o.Eviction = None,
     block_cache: o.BlockCache = None,
@@ -74,6 +75,7 @@ def plan(
     from mosaic.devices import DEFAULT_DEVICE
     from mosaic.planner.advice import misfit
     from mosaic.planner.planner import Planner
+    from mosaic.planner.schedule import scheduled
     from mosaic.planner.template import collector_paused
     from mosaic.units import format_bytes
 
@@ -92,8 +94,9 @@ def plan(
         raise UsageError(
             "--cache plans a canvas of --ctx; leave --attention, --eviction, --seq-lens, --masked and --mask-ratio out."
         )
-    if block_length is not None and keeping is None:
-        raise UsageError("--block-length goes with --cache, such as --cache sparse.")
+    for name, value in (("--block-length", block_length), ("--gen-length", gen_length)):
+        if value is not None and keeping is None:
+            raise UsageError(f"{name} goes with --cache, such as --cache sparse.")
     targets = {"json": out, "html": html, "png": png, "trace": trace, "snapshot": snapshot}
     if any(targets.values()):
         from mosaic.cli.exports import check_targets, export
@@ -108,7 +111,9 @@ def plan(
         steps = {} if policy is None else requests_of(planner, ctx, policy)
         run = {name: step for name, step in steps.items() if name != "exact"}
         if keeping is not None:
-            run = requests_of_cache(planner, ctx, keeping, block_length)
+            run, times = requests_of_cache(planner, ctx, keeping, block_length, gen_length)
+            schedule = scheduled(planner, run, times)
+            planner = planner.with_pinned({"stream": schedule.stream}) if schedule.fits else planner
         if evicting is not None:
             evicting.check(described.architecture)
             blocks = run or {"later": block_of(planner, ctx, seq_lens)}
@@ -124,8 +129,6 @@ def plan(
         reason = None if made.fits else misfit(planner, request, made)
         if reason is None and policy is not None:
             others = {name: planner.plan(step, limit=False) for name, step in steps.items()}
-        if reason is None and keeping is not None:
-            kept = cache_figures({name: planner.plan(step, limit=False) for name, step in run.items()})
         if reason is None and evicting is not None:
             whole, evicted = cut["later"]
             graphs = eviction_figures(planner.plan(whole, limit=False), planner.plans(evicted, limit=False))
@@ -146,14 +149,14 @@ def plan(
         if as_json and run:
             of_steps = {"steps": figures(others)} if policy is not None else {}
             of_graphs = {"graphs": graphs, "eviction_pays_up_to": pays_up_to(graphs)} if evicting is not None else {}
-            of_cache = {"steps": kept} if keeping is not None else {}
+            of_cache = {"steps": cache_figures(schedule)} if keeping is not None else {}
             print_json({**made.document, **of_steps, **of_graphs, **of_cache})
             return
         report_plan(made.document, as_json, explain)
         if policy is not None:
             report_steps(figures(others), policy, described.architecture.block)
         if keeping is not None:
-            report_cache(kept, keeping)
+            report_cache(schedule, keeping)
         if evicting is not None:
             report_graphs(graphs, evicting)
 

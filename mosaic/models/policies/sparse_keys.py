@@ -177,6 +177,19 @@ class SparseKeys(Options):
             found["reuse_first"] = StepSize(phase=kind, windows=(block + 1,), keys=(packed,), rows=1)
         return found
 
+    def times(self, answer: int, block: int, *, shifted: bool = False) -> dict[str, int]:
+        """Return how often a generation of `answer` tokens, one a step, takes each of `steps`, by name.
+
+        >>> SparseKeys(interval=2, delay=1).times(256, 32)
+        {'full': 4, 'refresh': 4, 'reuse': 248}
+        """
+        blocks = -(-answer // block)
+        refreshes = -(-blocks // self.interval)
+        found = {"full": self.delay * refreshes} if self.delay else {}
+        found["refresh"] = refreshes
+        first = {"reuse_first": blocks - refreshes} if shifted and self.interval > 1 else {}
+        return found | {"reuse": max(answer - sum(found.values()) - sum(first.values()), 0)} | first
+
     @property
     def packing(self) -> Packing:
         """The cache policy of a Refresh."""
