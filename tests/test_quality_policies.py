@@ -30,6 +30,7 @@ from mosaic.models.policies.flashblock import PrefixReuse
 from mosaic.models.policies.focus_options import PRESETS as EVICTIONS
 from mosaic.models.policies.focus_options import Eviction
 from mosaic.models.policies.mage_options import PRESETS
+from mosaic.models.policies.sparse_keys import SparseKeys
 from mosaic.runtime.compiled import CompiledModel
 
 CONFIG: dict[str, Any] = {
@@ -76,7 +77,15 @@ def test_policies_and_schedules_are_read_as_they_are_written() -> None:
     assert policy("dc+focus-public", 9).options == {"block_cache": "dc", "eviction": EVICTIONS["focus-public"]}
     reusing = policy("mage+flashblock:k=24+dc", 9).options
     assert (reusing["attention"].k, reusing["attention"].reuse, reusing["block_cache"]) == (24, PrefixReuse(), "dc")
+    assert [policy(name, 9).options for name in ("dual", "exact+prefix")] == [{"cache": "dual"}, {"cache": "prefix"}]
+    asked = policy("sparse:retention=1/5:selection=uniform-published:delay=1:interval=2:threshold=0.8", 9).options
+    kept = SparseKeys(retention=0.2, selection="uniform-published", delay=1, interval=2)
+    assert asked == {"cache": kept, "threshold": 0.8}
     refused: dict[str, tuple[type[Exception], str]] = {
+        "sparse:retention=0": (UsageError, "retention is 0"),
+        "sparse:interval=0": (UsageError, "interval is 0"),
+        "sparse+dual": (UsageError, "one cache, not two"),
+        "dual:retention=0.5": (UnknownName, "unknown option of 'dual:retention=0.5' 'retention'"),
         "mages": (UnknownName, "Did you mean 'mage'"),
         "mage:ratio=1/0": (UsageError, "ratio is '1/0'; it must be a share"),
         "mage:ratio=1/16:page=0": (UsageError, "page is 0; it must be"),
@@ -116,6 +125,8 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs() -> None:
             CompareSettings(**options)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="attends in both directions"):
         configurations(CompareSettings(policies=("exact", "mage")), load("small").architecture)
+    with pytest.raises(UsageError, match="this model attends by blocks of 32"):
+        configurations(CompareSettings(policies=("exact", "sparse")), load("small-sdar").architecture)
     with pytest.raises(UsageError, match="steps is 64 for a block of 32"):
         configurations(CompareSettings(policies=("exact",), schedules=("static:64",)), load("small-sdar").architecture)
 
@@ -220,6 +231,36 @@ def test_forced_canvases_are_those_of_the_record_whatever_the_policy_decides(mod
         assert same or sum(sum(found.rows_agree) for found in agreements.values()) < sum(
             sum(found.rows) for found in agreements.values()
         )
+
+
+def test_sparse_keys_are_compared_with_whole_steps_by_the_tokens_that_they_compute() -> None:
+    """Keeping all is the dual cache; each block's Refresh computes the canvas, and so does each step without a cache."""
+    names = ("exact", "dual", "sparse:retention=1", "sparse:retention=0.1", "sparse:delay=1", "sparse:interval=2")
+    tiny = {"max_sequence_length": 256, "d_model": 32, "mlp_hidden_size": 48, "vocab_size": 640, "embedding_size": 640}
+    config = {**FAMILIES["llada"], **tiny, "mask_token_id": MASK, "eos_token_id": EOS}
+    asked = CompareSettings(policies=names, schedules=("static:8",), tasks=("addition",), per_task=2, replay=1)
+    with mosaic.compile(config, device="cpu", host_budget=0, seed=3) as compiled:
+        by_policy = compare(compiled, asked)["schedules"]["static:8"]
+    computed, forwards = (
+        {name: [int(part) for part in figures[key].split()] for name, figures in by_policy.items()}
+        for key in ("processed", "forwards")
+    )
+    canvases = [
+        item.tokens + gen_length("addition") for item in evaluation_set(tasks=asked.tasks, per_task=asked.per_task)
+    ]
+    refreshes = {
+        "dual": 2,
+        "sparse:retention=1": 2,
+        "sparse:retention=0.1": 2,
+        "sparse:delay=1": 4,
+        "sparse:interval=2": 1,
+    }
+    assert all(count == 16 for counts in forwards.values() for count in counts)  # no answer ended early
+    assert computed["exact"] == [16 * canvas for canvas in canvases]
+    for name, full in refreshes.items():
+        assert computed[name] == [full * canvas + (16 - full) * 32 for canvas in canvases]
+    assert by_policy["sparse:retention=1"]["tokens_right"] == by_policy["dual"]["tokens_right"]
+    assert by_policy["sparse:retention=1"]["replay"] == by_policy["dual"]["replay"]
 
 
 @pytest.mark.soak

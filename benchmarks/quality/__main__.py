@@ -2,6 +2,7 @@
 
 python -m benchmarks.quality exact --model small --lengths 256,512,1k,2k --per-task 20
 python -m benchmarks.quality policies --policies exact,mage:ratio=1/16 --schedules dynamic,static:16
+python -m benchmarks.quality policies --model small --tasks retrieval,pair,sorting,story --policies exact,dual,sparse
 python -m benchmarks.quality estimation --lengths 2k --plot estimation.png
 python -m benchmarks.quality decodability --lengths 1k --tasks chain --items 8
 """
@@ -51,6 +52,9 @@ Result: TypeAlias = Mapping[str, Any]
 ModelName: TypeAlias = Annotated[
     str, typer.Option(help="small-sdar, or a checkpoint directory of examples/train_small.")
 ]
+AnyModel: TypeAlias = Annotated[
+    str, typer.Option(help="small, small-sdar, or a checkpoint directory of examples/train_small.")
+]
 Tasks: TypeAlias = Annotated[str, typer.Option(help="Of listing, chain, passage, frequent, and the tasks of `exact`.")]
 Lengths: TypeAlias = Annotated[str, typer.Option(help="Contexts of tasks with a document.")]
 Items: TypeAlias = Annotated[int, typer.Option(help="Answers per task and length.")]
@@ -67,9 +71,7 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 @app.command()
 def exact(
     context: typer.Context,
-    model: Annotated[
-        str, typer.Option(help="small, small-sdar, or a checkpoint directory of examples/train_small.")
-    ] = "small",
+    model: AnyModel = "small",
     tasks: Annotated[
         str,
         typer.Option(
@@ -132,12 +134,12 @@ def exact(
 
 @app.command()
 def policies(
-    model: ModelName = "small-sdar",
+    model: AnyModel = "small-sdar",
     policies: Annotated[
         str,
         typer.Option(
             help="The others are compared with the first: exact,mage:ratio=1/16,quest:k=256:page=8,dc+,"
-            "focus:alpha=1.2+dc+."
+            "focus:alpha=1.2+dc+; of small exact,dual,sparse:retention=0.2:selection=uniform."
         ),
     ] = "exact,mage:ratio=1/16",
     schedules: Schedule = "dynamic",
@@ -159,13 +161,13 @@ def policies(
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare policies of attention, eviction and block caches on the same questions: right answers, forwards, computed tokens."""
+    """Compare policies of attention, eviction and caches on the same questions: right answers, forwards, computed tokens."""
     check_targets([out])
     settings = CompareSettings(
         policies=_names(policies), schedules=_names(schedules), tasks=_names(tasks), lengths=parse_lengths(lengths),
         per_cell=per_cell, per_task=per_task, seed=seed, split=split, batch=batch, replay=replay, seconds=seconds,
     )  # fmt: skip
-    described = trained(load(model), model)
+    described = trained(load(model), model, instead="small, small-sdar")
     configurations(settings, described.architecture)  # before the model is loaded
     dtype = dtype or own_dtype(model, device)
     said = {**_said(described, device), "dtype": dtype}

@@ -17,8 +17,9 @@ class Answers:
 
     `exact` and `right` (the share of tokens right at their place) are judgements; `tokens` counts those of the answer with
     [EOS], `forwards` the steps behind the prefill. `decoded` are tokens that these decide, some behind an [EOS]. `processed` are
-    those of its block that each computes in all layers, `again` those of the block before. `forced` are tokens of the answer that
-    were decided below the schedule's threshold, as a step decides at least one. They are empty if not counted.
+    those that each computes in all layers, of its block alone if the model attends by blocks, `again` those of the block before.
+    `forced` are tokens of the answer that were decided below the schedule's threshold, as a step decides at least one. They are
+    empty if not counted.
     """
 
     exact: list[bool]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from benchmarks.quality.answers import Answers
 from benchmarks.quality.evaluation import evaluation_set, gen_length, seen_in_training
 from benchmarks.quality.items import LONG_TASKS, Item
-from benchmarks.quality.policies import policy, schedule
+from benchmarks.quality.policies import of_canvas, policy, schedule
 from benchmarks.quality.scoring import score
 from benchmarks.quality.vocabulary import EOS, vocabulary
 from mosaic.errors import UsageError
@@ -89,17 +89,17 @@ def configurations(settings: CompareSettings, architecture: Architecture) -> dic
     """
     from mosaic.decoding import GenerationConfig, resolve
 
-    if not architecture.block:
-        raise UsageError(
-            "policies are of steps over kept keys, and this model attends in both directions: give small-sdar, or a checkpoint "
-            "of its family."
-        )
     longest = max(settings.lengths)
     found: dict[str, dict[str, ByTask]] = {}
     for text in settings.schedules:
+        steps, lengths = schedule(text), {task: gen_length(task) for task in settings.tasks}
+        given = {task: steps if architecture.block else of_canvas(steps, length) for task, length in lengths.items()}
         for one in (policy(name, longest) for name in settings.policies):
-            options = {**schedule(text), **one.options, "seed": settings.seed}
-            by_task = {task: GenerationConfig(gen_length=gen_length(task), **options) for task in settings.tasks}
+            options = {**one.options, "seed": settings.seed}
+            by_task = {
+                task: GenerationConfig(gen_length=length, **{**given[task], **options})
+                for task, length in lengths.items()
+            }
             for config in by_task.values():
                 resolve(config, architecture)
             found.setdefault(text, {})[one.name] = by_task
@@ -118,7 +118,7 @@ def compare(
     Parameters
     ----------
     model
-        A compiled block-diffusion model with the small models' vocabulary.
+        A compiled model with the small models' vocabulary.
     settings
         What to ask and how to decode.
     progress
@@ -223,7 +223,8 @@ def _answers(
         found.exact.append(judged.exact)
         found.right.append(judged.tokens)
         found.tokens.append(len(ids))
-        found.forwards.append(steps - (item.tokens >= model.architecture.block))  # a shorter prompt is not prefilled
+        block = model.architecture.block
+        found.forwards.append(steps - (0 < block <= item.tokens))  # a shorter prompt is not prefilled
         found.decoded.append(sum(int(step.committed.sum()) for step in records[index]))
         found.processed.append(sum(step.computed for step in records[index]))
         found.again.append(sum(step.again for step in records[index]))

@@ -1,8 +1,8 @@
 """The compared policies and schedules of steps, by their names on the command line.
 
-`exact`, `mage:ratio=1/16`, `flashblock:reuse_steps=4`, `focus:alpha=1.2`, `dc+`: a preset of attention or of eviction, or a block
-cache, then options of `SparseAttention`, of `PrefixReuse` (`reuse_steps`, `reuse_change`), of `Eviction`, or of `GenerationConfig`.
-`mage:ratio=1/16+focus:alpha=1.2+dc+`: several at once.
+`exact`, `mage:ratio=1/16`, `flashblock:reuse_steps=4`, `focus:alpha=1.2`, `dc+`, `sparse:retention=0.2`: a preset of attention, of
+eviction or of sparse keys, a cache or a block cache, then options of `SparseAttention`, of `PrefixReuse` (`reuse_steps`,
+`reuse_change`), of `Eviction`, of `SparseKeys`, or of `GenerationConfig`. `mage:ratio=1/16+focus:alpha=1.2+dc+`: several at once.
 `dynamic`, `dynamic:threshold=0.95`, `static:16`: tokens above a threshold, or a number of steps per block.
 """
 
@@ -15,14 +15,17 @@ from typing import Any, Final
 
 from mosaic.errors import UnknownName, UsageError
 from mosaic.models.policies.block_cache import BLOCK_CACHES
-from mosaic.models.policies.registry import KINDS, NAMES, attention_policy, token_eviction
+from mosaic.models.policies.registry import KINDS, NAMES, PLAIN, attention_policy, options_of, token_eviction
 from mosaic.models.policies.spelled import spelled
 from mosaic.registrar.operators.top_keys import keys_of
 
-__all__ = ["Policy", "policy", "schedule"]
+__all__ = ["BLOCK", "Policy", "of_canvas", "policy", "schedule"]
 
+BLOCK: Final = 32
+"""Tokens of a block of a model that attends in both directions; answers are whole blocks."""
 _ATTENTION, _EVICTION = NAMES["attention"], NAMES["eviction"]
-_NAMES: Final = ("exact", *_ATTENTION, *_EVICTION, *BLOCK_CACHES)
+_CACHES: Final = (*PLAIN["cache"], *NAMES["cache"])
+_NAMES: Final = ("exact", *_ATTENTION, *_EVICTION, *_CACHES, *BLOCK_CACHES)
 _OPTIONS: Final = {field: tuple(name for kind in kinds for name in kind.names()) for field, kinds in KINDS.items()}
 
 
@@ -72,6 +75,11 @@ def policy(text: str, longest: int) -> Policy:
             own = _OPTIONS["eviction"]
             chosen = {key: value for key, value in given.items() if key in own}
             _once(text, options, "eviction", replace(token_eviction(name), **chosen))
+        elif name in _CACHES:
+            own = _OPTIONS["cache"] if name in NAMES["cache"] else ()
+            preset = options_of("cache", name)
+            chosen = {key: value for key, value in given.items() if key in own}
+            _once(text, options, "cache", preset.with_options(chosen) if chosen else preset)
         elif name in BLOCK_CACHES:
             _once(text, options, "block_cache", name)
         elif name != "exact":
@@ -124,6 +132,21 @@ def schedule(text: str) -> Mapping[str, Any]:
     raise UnknownName("schedule", name, ("dynamic", "static"))
 
 
+def of_canvas(scheduled: Mapping[str, Any], answer: int) -> Mapping[str, Any]:
+    """Return a schedule's fields for an answer of `answer` tokens on a model that attends in both directions, in blocks of `BLOCK`.
+
+    Tokens above a threshold are Fast-dLLM's algorithm, a number of steps LLaDA's.
+
+    >>> of_canvas(schedule("static:16"), 96)
+    {'block_length': 32, 'steps': 48}
+    >>> of_canvas(schedule("dynamic:threshold=0.95"), 96)
+    {'block_length': 32, 'algorithm': 'fast-dllm', 'threshold': 0.95}
+    """
+    own = {key: value for key, value in scheduled.items() if key not in ("remasking", "steps")}
+    how = {"steps": scheduled["steps"] * (answer // BLOCK)} if "steps" in scheduled else {"algorithm": "fast-dllm"}
+    return {"block_length": BLOCK, **how, **own}
+
+
 def _of_generation(text: str, given: Mapping[str, Any], others: Sequence[str]) -> dict[str, Any]:
     known = _generation_fields()
     for key in given:
@@ -136,6 +159,6 @@ def _generation_fields() -> list[str]:
     from mosaic.decoding import GenerationConfig
 
     taken = (
-        "algorithm", "gen_length", "attention", "eviction", "block_cache", "seed", "steps", "remasking",
+        "algorithm", "gen_length", "attention", "eviction", "cache", "block_cache", "seed", "steps", "remasking",
     )  # fmt: skip
     return [entry.name for entry in fields(GenerationConfig) if entry.name not in taken]

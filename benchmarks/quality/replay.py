@@ -30,7 +30,8 @@ __all__ = ["Agreement", "Decided", "Records", "forced", "recording"]
 class Decided:
     """The decisions of one step: positions int64 [M] of its open rows, tokens int64 [M], and bool [M], the committed.
 
-    Of the tokens of its block it computed `computed` in all layers, and of the block before `again`.
+    Of the tokens of its block it computed `computed` in all layers, and of the block before `again`. On a model that attends in
+    both directions `computed` are all that it computed.
     """
 
     positions: Tensor
@@ -125,7 +126,8 @@ def _watched(
             except StopIteration:
                 return
 
-    watched = Algorithm(name=f"{inner}, watched", decode=decode, shapes=inner.shapes, traits=ALGORITHMS[str(inner)])
+    name = str(own.algorithm)  # which, with a cache, another algorithm may decode
+    watched = Algorithm(name=f"{name}, watched", decode=decode, shapes=inner.shapes, traits=ALGORITHMS[name])
     return replace(own, algorithm=watched)
 
 
@@ -136,6 +138,7 @@ def _decided(canvas: Canvas, request: StepRequest, result: StepResult) -> Decide
         positions = torch.where(request.rows < count, places.long()[request.rows.clamp(max=count - 1)], positions)
     first = int(positions[0]) // block * block
     again = min(max(first - request.start, 0), count) if places is None else int((places < first).sum())
+    again = again if canvas.architecture.block else 0
     kept = result.values.get(KEPT)
     dropped = 0 if kept is None else kept.numel() - int(kept.sum())
     return Decided(
