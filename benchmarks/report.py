@@ -26,6 +26,7 @@ from benchmarks import (
     paired,
     planning,
     requests,
+    resident,
     same_results,
     search,
     serving,
@@ -263,6 +264,7 @@ SECTIONS: Final[Mapping[str, tuple[str, Callable[[Sequence[Result]], str]]]] = {
     "same": ("same", same_section),
     "unembed": ("unembed", unembed_section),
     "planning": ("planning", planning.section),
+    "resident": ("resident", resident.section),
     "search": ("search", search.section),
 }
 """Marker in docs/performance.md or docs/records.md -> kind of result, and what writes the section."""

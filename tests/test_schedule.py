@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from contextlib import ExitStack
 
-from mosaic.models.phase import FULL_STEP
+import pytest
+import torch
+from test_decoding import CONFIGS
+
+import mosaic
+from mosaic.decoding import GenerationConfig
+from mosaic.models.parts import Commit
+from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.policies.sparse_keys import SparseKeys
 from mosaic.models.residency import SHARES
 from mosaic.planner.planner import Planner
@@ -44,3 +51,29 @@ def test_a_step_that_runs_seldom_does_not_have_others_stream() -> None:
     found = scheduled(planner, STEPS, {"refresh": 8, "reuse": 248})
     assert (alone.config["stream"], found.stream) == ("25%", "embedding")
     assert scheduled(planner.with_pinned({"stream": "75%"}), STEPS, {"refresh": 8, "reuse": 248}).stream == "75%"
+
+
+CONFIG = {**CONFIGS["llada"], "n_layers": 4, "d_model": 64, "mlp_hidden_size": 96, "vocab_size": 512, "embedding_size": 512,
+          "mask_token_id": 511}  # fmt: skip
+ASKED = GenerationConfig(gen_length=32, block_length=8, steps=32, cache="sparse:retention=0.1", stop_at_eos=False)
+
+
+def placed(budget: str | None, *, others: bool = False) -> tuple[list[int], set[str]]:
+    """Tokens of an answer, and what its steps streamed; `others`: while somebody else has rows."""
+    prompt = torch.randint(0, 500, (400,), generator=torch.Generator().manual_seed(0))
+    found = set[str]()
+    with mosaic.compile(CONFIG, seed=3, budget=budget, host_budget="2MiB") as model, ExitStack() as held:
+        if others:
+            held.enter_context(model.open_sequence()).reserve(4)
+        (answer,) = model.generate([prompt], ASKED, on_step=lambda step: found.add(str(step.plan.config["stream"])))
+    return answer.token_ids.tolist(), found
+
+
+def test_a_generation_has_its_weights_where_all_of_its_steps_take_the_least_time() -> None:
+    """The Refresh alone would offload hidden states instead. Who finds others there leaves the weights where they are."""
+    planner = Planner(CONFIG, device="cpu", budget="2400KiB", host_budget="2MiB")
+    steps = SparseKeys(retention=0.1).steps(Phase(commit=Commit(score="confidence", rule="top")), 432, 8)
+    expected = scheduled(planner, steps, {"refresh": 4, "reuse": 28}).stream
+    alone, there = placed(None), placed("2400KiB")
+    assert alone[1] == {"none"} and there == (alone[0], {expected}) and expected != "none"
+    assert placed("2400KiB", others=True) == (alone[0], {"none"})

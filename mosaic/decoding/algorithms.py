@@ -15,11 +15,21 @@ from mosaic.models.architecture import Architecture
 from mosaic.models.parts import CANVAS
 from mosaic.models.policies.policy import BlockStep
 from mosaic.models.policies.registry import policies_of
+from mosaic.models.policies.sparse_keys import SparseKeys
 from mosaic.models.step import StepSize
 from mosaic.registrar.request_table import BY_BLOCKS, STOPS
 from mosaic.runtime.sharing import SharedSizes
 
-__all__ = ["algorithm_of", "canvas_length", "expected_step", "largest_steps", "shapes", "shared_sizes", "table_row"]
+__all__ = [
+    "algorithm_of",
+    "canvas_length",
+    "expected_step",
+    "largest_steps",
+    "repeated_steps",
+    "shapes",
+    "shared_sizes",
+    "table_row",
+]
 
 
 _MODULES: Final[Mapping[str, ModuleType]] = {
@@ -129,6 +139,15 @@ def expected_step(config: GenerationConfig, largest: Sequence[StepSize]) -> Step
         size, windows=(block,) * count, keys=size.keys * count, owned=size.owned * count, extents=0,
         rows=min(size.rows, block) * count, states={},
     )  # fmt: skip
+
+
+def repeated_steps(config: GenerationConfig, largest: Sequence[StepSize]) -> dict[str, tuple[StepSize, int]]:
+    """Return the steps of one request with sparse keys by name, and how often each runs; nothing for other requests."""
+    if not isinstance(config.cache, SparseKeys):
+        return {}
+    times = config.cache.times(config.gen_length, config.block_length or 1)
+    found = {size.phase.cache.label or "full": size for size in reversed(largest)}
+    return {name: (size, times[name]) for name, size in found.items()}
 
 
 def _of_canvas(size: StepSize, length: int) -> StepSize:

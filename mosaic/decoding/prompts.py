@@ -20,11 +20,27 @@ if TYPE_CHECKING:
     from mosaic.decoding.tokenizer import Tokenizer
     from mosaic.models.architecture import Architecture
 
-__all__ = ["Prompt", "check_prompt", "is_integer", "is_text", "listed", "token_ids"]
+__all__ = ["Prompt", "check_prompt", "is_integer", "is_text", "listed", "token_ids", "tokenizer_of"]
 
 Prompt: TypeAlias = str | Tensor | NDArray[Any] | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids [P], or a conversation: messages of the keys "role" and "content"."""
 _INTEGERS: Final = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
+
+def tokenizer_of(model: Any) -> Tokenizer:
+    """Return the tokenizer of a model's directory.
+
+    Raises
+    ------
+    UsageError
+        If it has none.
+    """
+    from mosaic.decoding.tokenizer import Tokenizer  # imported late: token ids need none
+
+    path, name = getattr(model, "path", None), getattr(model, "name", "the model")
+    if path is None:
+        raise UsageError(f"{name} has no checkpoint directory, thus no tokenizer: give token ids instead of text.")
+    return Tokenizer(path)
 
 
 def is_text(prompt: Any) -> bool:

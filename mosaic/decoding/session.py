@@ -18,18 +18,17 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from mosaic.decoding.algorithms import canvas_length, expected_step, largest_steps, table_row
+from mosaic.decoding.algorithms import canvas_length, expected_step, largest_steps, repeated_steps, table_row
 from mosaic.decoding.canvas import Canvas
 from mosaic.decoding.config import GenerationConfig, resolve, uncut, with_options
 from mosaic.decoding.deadlines import Deadlines
 from mosaic.decoding.generators import asked_by, next_group
 from mosaic.decoding.live import LiveRequest, Submission
-from mosaic.decoding.prompts import Prompt, check_prompt, is_integer, is_text, token_ids
+from mosaic.decoding.prompts import Prompt, check_prompt, is_integer, is_text, token_ids, tokenizer_of
 from mosaic.decoding.rows import TableRow, demand_of
 from mosaic.decoding.scheduler import DELAY_MS, MOST_TOKENS, Scheduler
 from mosaic.decoding.streaming import OnStep, Step, Steps, Streamer
 from mosaic.decoding.tabled import ServedSteps, TabledRequest
-from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.models.parts import REQUESTS
 from mosaic.models.step import MAX_TOKENS, StepSize, most_rows
@@ -39,6 +38,7 @@ from mosaic.runtime.request_table import MOST_ROWS, RequestTable
 
 if TYPE_CHECKING:
     from mosaic.decoding.live import Early
+    from mosaic.decoding.tokenizer import Tokenizer
     from mosaic.models.state import State
     from mosaic.runtime.steps import StepResult, StepRunner
 
@@ -237,6 +237,9 @@ class Session(ClosesOnExit):
                 described = self._described(submissions)
                 if not self._has_room(described):
                     self._refuse(described)
+                for one in () if self._live else described:
+                    if steps := repeated_steps(one.config, one.largest):
+                        self._runner.place(steps)
             started = [self._made(one) for one in described]
             with ExitStack() as withdrawing:
                 for request in started:
@@ -284,14 +287,7 @@ class Session(ClosesOnExit):
 
     def _tokenizer(self) -> Tokenizer:
         """The tokenizer of the model's directory, read once."""
-        if self._read is None:
-            model = getattr(self._runner, "model", None)
-            path, name = getattr(model, "path", None), getattr(model, "name", "the model")
-            if path is None:
-                raise UsageError(
-                    f"{name} has no checkpoint directory, thus no tokenizer: give token ids instead of text."
-                )
-            self._read = Tokenizer(path)
+        self._read = self._read or tokenizer_of(getattr(self._runner, "model", None))
         return self._read
 
     def _has_room(self, more: Sequence[_Described]) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from mosaic.errors import DoesNotFit, RuntimeMemoryError, UsageError
 from mosaic.models.state import State
 from mosaic.models.step import MAX_TOKENS, StepSize
+from mosaic.planner.schedule import Schedule, scheduled
 from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.handed_out import HandedOut
 from mosaic.runtime.host_copy import HostCopy
@@ -47,6 +48,9 @@ KEPT_SIZES: Final = 256
 """Remembered sizes of two-graph steps all of whose graphs have plans."""
 MAKING_MS: Final = 150.0
 """What it takes to plan a step of some 8B parameters, to bind it, and to capture it: it stops whoever waits for it."""
+LOADED_BYTES_PER_S: Final = 2e9
+"""Weights that a checkpoint's files give in a second, at least on most machines."""
+MOST_BUDGET: Final = 1 << 50
 SLOWER: Final = 1.5
 """How much longer a step that is ready takes, at most, than one that would have to be made."""
 CAPTURED_MS: Final = 500.0
@@ -130,6 +134,7 @@ class Engine:
         self._tables: dict[State, RowTable] = {}
         self._fresh: dict[State, list[Span]] = {}  # of a poisoned model: rows handed out since the last step
         self._lost: Recent[Hashable, float] = Recent(KEPT_SIZES)
+        self._placed = Recent[Hashable, bool](KEPT_SIZES)
         self._planned, self._counted = Recent[Hashable, bool](KEPT_SIZES), HostCopy()
         self.shared = WeakSet[SharedSizes]()
         self.held = HeldValues()
@@ -426,6 +431,39 @@ class Engine:
             graph_bytes=self._graphs.held_bytes,
             in_use=in_use() if self._on_cuda else None,
         )
+
+    def place(self, steps: Mapping[str, StepSize], times: Mapping[str, int]) -> None:
+        """Load the weights again where these steps take the least predicted time together, if that saves more time than it takes,
+        nobody has rows, and nobody has written into the weights.
+
+        Parameters
+        ----------
+        times
+            How often each step runs, by name.
+        """
+        key = self.plans.planner, *[(size.key, times[name]) for name, size in steps.items()]
+        if (
+            "stream" in self.plans.asked.pinned
+            or self.weights.shown
+            or any(self.states.values())
+            or key in self._placed
+        ):
+            return
+        self._place({name: size.rounded() for name, size in steps.items()}, times)
+        self._placed.find(key, lambda: True)
+
+    def _place(self, steps: Mapping[str, StepSize], times: Mapping[str, int]) -> None:
+        loading_ms, place = 1e3 * self.current.components["weights"] / LOADED_BYTES_PER_S, self.plans.planner
+        now = Schedule({name: place.plan(step, limit=False) for name, step in steps.items()}, times)
+        unbounded = place.with_budgets(budget=MOST_BUDGET).with_pinned({"stream": "none"})
+        least_ms = sum(
+            times[name] * unbounded.plan(step, limit=False).predicted_step_ms for name, step in steps.items()
+        )
+        if now.fits and now.predicted_ms <= least_ms + loading_ms:
+            return
+        found = scheduled(self.plans.asked, steps, times)
+        if found.fits and not (now.fits and now.predicted_ms <= found.predicted_ms + loading_ms):
+            self._move(next(iter(found.plans.values())))
 
     def _move(self, plan: Plan) -> None:
         """Load the weights again, where another plan has them."""
