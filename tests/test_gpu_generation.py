@@ -60,8 +60,14 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "fast-dllm prefix": ("llada", {**_FAST, "threshold": 0.3, "cache": "prefix"}),
     "fast-dllm dual": ("llada", {**_FAST, "threshold": 0.3, "cache": "dual"}),
     "sparse keys": ("llada", {**_FAST, "threshold": 0.3, "cache": "sparse:retention=0.3"}),
-    "sparse keys, delayed and shared": ("llada", {**_BLOCKS, "cache": "sparse:retention=0.2:delay=1:interval=2:pool=5"}),
-    "uniform sparse keys on dream": ("dream", {**_FAST, "threshold": 0.3, "cache": "sparse:retention=0.4:selection=uniform"}),
+    "sparse keys, delayed and shared": (
+        "llada",
+        {**_BLOCKS, "cache": "sparse:retention=0.2:delay=1:interval=2:pool=5"},
+    ),
+    "uniform sparse keys on dream": (
+        "dream",
+        {**_FAST, "threshold": 0.3, "cache": "sparse:retention=0.4:selection=uniform"},
+    ),
     "fast-dllm dual on dream": ("dream", {**_FAST, "threshold": 0.3, "cache": "dual"}),
     "sdar": ("sdar", {"gen_length": 40, "threshold": 0.3}),
     "sdar sampled": ("sdar", {"gen_length": 40, "temperature": 0.7, "top_k": 20, "threshold": 0.3}),

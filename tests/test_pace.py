@@ -24,3 +24,16 @@ def test_times_of_steps_are_found_among_some_that_waited_for_a_plan(seed: int) -
     assert pace.alone_ms(7) == pytest.approx(alone[6]) and pace.alone_ms(3) == pytest.approx(alone[2])
     assert pace.alone_ms(1) == pytest.approx(alone[1]) and pace.alone_ms(4) is None
     assert pace.token_ms == pytest.approx(token_ms)
+
+
+def test_blocks_that_always_have_prompts_beside_them_are_timed_again_when_they_are_more() -> None:
+    """Who takes that for the cost of prompts gives them ever less of a step, until they are few."""
+    pace, token_ms = Pace(), 0.02
+    pace.note(1, 0, 5.0, 4)
+    for number in range(200):
+        own, alone_ms = min(4 * (number + 1), 256), 5.0 + min(number, 64) * 0.2
+        found, cost = pace.alone_ms(1), pace.token_ms
+        assert found is not None
+        tokens = 400 if cost is None else int(max(min(1.5 * found, 50.0) - found, 0.0) / max(cost, 1e-6))
+        pace.note(1, tokens, alone_ms + token_ms * tokens, own)
+    assert pace.alone_ms(1) == pytest.approx(17.8, rel=0.05) and tokens > 300

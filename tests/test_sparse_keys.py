@@ -249,7 +249,7 @@ def test_the_largest_context_counts_the_packed_keys() -> None:
     from mosaic.cli.sparse_keys import requests_of
 
     planner = Planner("llada-8b", device="h200", budget="24GiB")
-    for name, request in requests_of(planner, "128k", SparseKeys(retention=0.1), 32).items():
+    for name, request in requests_of(planner, "128k", SparseKeys(retention=0.1), 32, 256)[0].items():
         longest = planner.max_context(request)
         for context, fits in ((longest, True), (longest + 1, False)):
             again = requests_of(planner, str(context), SparseKeys(retention=0.1), 32)[name]

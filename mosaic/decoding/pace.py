@@ -15,6 +15,8 @@ __all__ = ["Pace"]
 
 KEPT: Final = 8
 """Times of which the median counts: one that waited for a plan says nothing."""
+FEW: Final = 8
+"""Tokens of blocks for each token of prompts beside which these are few."""
 
 
 class Pace:
@@ -33,9 +35,12 @@ class Pace:
         times = partial[deque[float]](deque, maxlen=KEPT)
         self._alone, self._beside = defaultdict[int, deque[float]](times), times()
 
-    def note(self, groups: int, tokens: int, ms: float) -> None:
-        """Take note of a step that served some groups, a bit each, with room for so many tokens of prompts."""
-        if not tokens:
+    def note(self, groups: int, tokens: int, ms: float, blocks: int = 0) -> None:
+        """Take note of a step that served some groups, a bit each, with room for so many tokens of prompts beside those of blocks.
+
+        A few are as good as none, or blocks that never come without prompts would be timed by the first of them.
+        """
+        if tokens <= blocks // FEW:
             self._alone[groups].append(ms)
         elif self._alone:
             alone_ms = self.alone_ms(groups) or min(map(statistics.median_low, self._alone.values()))

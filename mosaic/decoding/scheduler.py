@@ -356,8 +356,9 @@ class Scheduler:
             report = served.report
             prefix = self._table.columns[report[:, Reported.ROW], Column.PREFIX]
             blocks = (served.decided > 0) | (report[:, Reported.BEGIN] >= prefix)
-            prompts = step.room.tokens - int(np.add.reduce(report[blocks, Reported.TOKENS]))
-            self._pace.note(step.groups, 0 if blocks.all() else prompts, 1e3 * (self._arrived - began))
+            own = int(np.add.reduce(report[blocks, Reported.TOKENS]))
+            prompts = 0 if blocks.all() else step.room.tokens - own
+            self._pace.note(step.groups, prompts, 1e3 * (self._arrived - began), own)
 
     def taken(self) -> None:
         """Take note that the session has the outcome of the last step."""
