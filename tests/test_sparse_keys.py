@@ -252,7 +252,7 @@ def test_the_largest_context_counts_the_packed_keys() -> None:
     for name, request in requests_of(planner, "128k", SparseKeys(retention=0.1), 32, 256)[0].items():
         longest = planner.max_context(request)
         for context, fits in ((longest, True), (longest + 1, False)):
-            again = requests_of(planner, str(context), SparseKeys(retention=0.1), 32)[name]
+            again = requests_of(planner, str(context), SparseKeys(retention=0.1), 32, 256)[0][name]
             assert isinstance(again, Request) and planner.plan(again, limit=False).fits == fits, (name, context)
 
 
