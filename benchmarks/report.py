@@ -32,6 +32,7 @@ from benchmarks import (
     serving,
     small_models,
     sparse,
+    sparse_keys,
     speed,
     unembed,
 )
@@ -265,6 +266,7 @@ SECTIONS: Final[Mapping[str, tuple[str, Callable[[Sequence[Result]], str]]]] = {
     "unembed": ("unembed", unembed_section),
     "planning": ("planning", planning.section),
     "resident": ("resident", resident.section),
+    "keys": ("keys", sparse_keys.section),
     "search": ("search", search.section),
 }
 """Marker in docs/performance.md or docs/records.md -> kind of result, and what writes the section."""

@@ -21,7 +21,10 @@ OPERATORS: Final[Mapping[str, tuple[str, ...]]] = {
     ATTENTION: (
         "attention", "joined_attention", "kv_attention", "kv_attention_hopper", "prefix_attention", "selected_attention",
     ),
-    SELECTION: ("evict_tokens", "gather_rows", "key_mass", "prefix_logsumexp", "token_importance", "top_keys"),
+    SELECTION: (
+        "evict_tokens", "gather_rows", "key_mass", "pack_keys", "prefix_logsumexp", "score_keys", "select_keys",
+        "token_importance", "top_keys",
+    ),
 }  # fmt: skip
 """The operators, and the modules with kernels of their own, of a kind."""
 LIBRARIES: Final[Mapping[str, tuple[str, ...]]] = {

@@ -36,6 +36,7 @@ from benchmarks import (
     same_results,
     small_models,
     sparse,
+    sparse_keys,
     speed,
     step_kernels,
     step_parts,
@@ -590,9 +591,64 @@ def test_kernels_of_a_step_are_told_apart_by_what_they_do() -> None:
         ("nvjet_sm90_tst_64x32_64x16_4x1_v_bz_TNT", 3000.0), ("void cublasLt::splitKreduce_kernel<32>", 500.0),
         ("grouped_linear_kernel", 500.0), ("selected_attention_kernel", 1000.0), ("kv_attention_tiles_kernel", 1000.0),
         ("importance_kernel", 100.0), ("key_mass_kernel", 300.0), ("silu_mul_kernel", 800.0), ("Memcpy HtoD", 200.0),
+        ("score_keys_kernel", 60.0), ("choose_kernel", 20.0), ("pack_keys_kernel", 20.0),
     ]  # fmt: skip
     found = step_kernels.kernel_ms(launches, 2)
-    assert found == pytest.approx({"products": 2.0, "attention": 1.0, "metric and selection": 0.2, "others": 0.5})
+    assert found == pytest.approx({"products": 2.0, "attention": 1.0, "metric and selection": 0.25, "others": 0.5})
+
+
+def test_sparse_keys_are_timed_by_kind_of_step_beside_dense_and_dual(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generation is timed whole, or until each kind was timed twice; Reuse is below a full step by its floor."""
+    monkeypatch.setattr(sparse_keys, "load", lambda name: load(LLADA))
+    options = ('{"retention": 0.1}', '{"retention": 0.5, "delay": 1, "interval": 2}')
+    given = [
+        "tiny",
+        "--device",
+        "cpu",
+        "--prompt",
+        "64",
+        "--answer",
+        "96",
+        "--budget",
+        "64MiB",
+        "--options",
+        *options,
+    ]
+    sparse_keys.main(given)
+    (file,) = out.rglob("keys-*.json")
+    found = json.loads(file.read_text())
+    often = {point["way"]: {name: step["timed"] for name, step in point["steps"].items()} for point in found["points"]}
+    assert often == {
+        "sparse(retention=0.1)": {"refresh": 3, "reuse": 93},
+        "sparse(interval=2, delay=1)": {"full": 2, "refresh": 2, "reuse": 92},
+        "dense": {"full": 96},
+        "dual": {"full": 3, "later": 93},
+    }
+    for point in found["points"]:
+        assert point["whole"] and point["options"] == (None if point["way"] in ("dense", "dual") else point["options"])
+        for step in point["steps"].values():
+            assert step["timed"] == step["times"] and max(step["committed_bytes"]) >= step["planned_bytes"] > 0
+            assert (step["packed_bytes"] > 0) == (point["options"] is not None)
+    few, dense, dual = (found["points"][number]["steps"] for number in (0, 2, 3))
+    assert 1 < len(few["refresh"]["committed_bytes"]) == len(few["reuse"]["committed_bytes"]) == 3
+    floors = {name: floor for name, _, floor in sparse_keys.timings(found)}
+    assert len(floors) == 8 and len(dense) + len(dual) == 3
+    prefix = "64, sparse(retention=0.1)"
+    assert 0 < floors[f"{prefix}, reuse"] < floors["64, dual, later"] < floors[f"{prefix}, refresh"]
+    assert {len(row) for row in sparse_keys.rows_of(found)} == {len(sparse_keys.HEADER)}
+    file.unlink()
+    sparse_keys.main([*given[:-1], "--seconds", "0", "--beside", "dual"])
+    (file,) = out.rglob("keys-*.json")
+    for point in (few := json.loads(file.read_text()))["points"]:
+        assert not point["whole"] and point["generation_s"] == point["steps_s"] > 0
+        assert all(step["timed"] < step["times"] for name, step in point["steps"].items() if name in ("reuse", "later"))
+    assert all("from its steps" in row[11] for row in sparse_keys.rows_of(few) if row[3] in ("full", "refresh"))
+    with pytest.raises(UsageError, match="one model a process"):
+        sparse_keys.main(["tiny", "tiny"])
+    with pytest.raises(UsageError, match="options of SparseKeys as JSON"):
+        sparse_keys.main(["tiny", "--device", "cpu", "--options", "retention"])
 
 
 def shorten(monkeypatch: pytest.MonkeyPatch, timed: int = 6) -> None:
