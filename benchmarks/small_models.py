@@ -108,10 +108,10 @@ def policies_section(results: Sequence[Result]) -> str:
         lines = "\n\n".join(source_line(dict(run)) for run in result.get("runs", (result,)))
         for schedule, by_policy in result["schedules"].items():
             first = next(iter(by_policy))
-            title = (
-                f"**{result['model']}, {schedule}**: contexts of {', '.join(f'{n:,}' for n in asked['lengths'])} tokens, "
-                f"{result['answers']:,} answers under each policy"
-            )
+            contexts = f"contexts of {', '.join(f'{n:,}' for n in asked['lengths'])} tokens"
+            if not any(task in ("retrieval", "pair", *LONG_TASKS) for task in asked["tasks"]):
+                contexts = f"{', '.join(asked['tasks'])} without a document"
+            title = f"**{result['model']}, {schedule}**: {contexts}, {result['answers']:,} answers under each policy"
             title += ", items to choose settings on" if asked["split"] == "choose" else ""
             figures = {name: _figures(found, first) for name, found in by_policy.items()}
             columns = [

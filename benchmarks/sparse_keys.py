@@ -7,7 +7,7 @@ writes `keys-<model>-<device>.json`. Weights are random, and each step decides o
 `dense` (the whole canvas in each step) and `dual` (the dual cache), where they fit. A generation that is expected to take longer
 than `--seconds` ends as soon as each of its kinds of step has been timed twice, and its seconds are those of all its steps at the
 medians: the point says so (`whole` is false). The driver's counter is read at every change from one kind of step to another; what a
-full step has mapped stays so. Floors are those of `benchmarks.floor`: all weights are on the card there, wherever the plan has them.
+full step has mapped stays so. Floors are those of `benchmarks.floor`: there all weights are on the card, wherever plans have them.
 """
 
 from __future__ import annotations
