@@ -108,9 +108,10 @@ def policies_section(results: Sequence[Result]) -> str:
         lines = "\n\n".join(source_line(dict(run)) for run in result.get("runs", (result,)))
         for schedule, by_policy in result["schedules"].items():
             first = next(iter(by_policy))
+            tasks = [group for group in by_policy[first]["groups"] if "," not in group and group != "all"]
             contexts = f"contexts of {', '.join(f'{n:,}' for n in asked['lengths'])} tokens"
-            if not any(task in ("retrieval", "pair", *LONG_TASKS) for task in asked["tasks"]):
-                contexts = f"{', '.join(asked['tasks'])} without a document"
+            if tasks and not {*tasks} & {"retrieval", "pair", *LONG_TASKS}:
+                contexts = f"{', '.join(tasks)} without a document"
             title = f"**{result['model']}, {schedule}**: {contexts}, {result['answers']:,} answers under each policy"
             title += ", items to choose settings on" if asked["split"] == "choose" else ""
             figures = {name: _figures(found, first) for name, found in by_policy.items()}
@@ -118,7 +119,6 @@ def policies_section(results: Sequence[Result]) -> str:
                 column for column in max(figures.values(), key=len) if column != "tokens/s" or not result.get("shared")
             ]
             rows = [(name, *(found.get(column, "") for column in columns)) for name, found in figures.items()]
-            tasks = [group for group in by_policy[first]["groups"] if "," not in group and group != "all"]
             by_task = [
                 (name, *(_changed(found["groups"][task]) for task in tasks)) for name, found in by_policy.items()
             ]
