@@ -91,6 +91,9 @@ class CompiledRunner:
         self.checked, self.peak_bytes, self.planned_bytes = self.model.check(sizes, more=more), 0, {}
         return self.checked
 
+    def place(self, steps: Mapping[str, tuple[StepSize, int]]) -> None:
+        self.model.place(steps)
+
     def admits(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> bool:
         """The model's figures, compared with the plans'."""
         try:

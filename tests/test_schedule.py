@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,22 +59,29 @@ CONFIG = {**CONFIGS["llada"], "n_layers": 4, "d_model": 64, "mlp_hidden_size": 9
 ASKED = GenerationConfig(gen_length=32, block_length=8, steps=32, cache="sparse:retention=0.1", stop_at_eos=False)
 
 
-def placed(budget: str | None, *, others: bool = False) -> tuple[list[int], set[str]]:
-    """Tokens of an answer, and what its steps streamed; `others`: while somebody else has rows."""
+def placed(budget: str | None, *, others: bool = False, path: Path | None = None) -> tuple[list[int], set[str]]:
+    """Tokens of an answer, and what its steps streamed; `others`: while somebody else has rows; `path`: of a model whose weights go
+    once they have been read."""
     prompt = torch.randint(0, 500, (400,), generator=torch.Generator().manual_seed(0))
     found = set[str]()
-    with mosaic.compile(CONFIG, seed=3, budget=budget, host_budget="2MiB") as model, ExitStack() as held:
+    with mosaic.compile(path or CONFIG, seed=3, budget=budget, host_budget="2MiB") as model, ExitStack() as held:
+        if path is not None:
+            (path / "model.safetensors").unlink()
         if others:
             held.enter_context(model.open_sequence()).reserve(4)
         (answer,) = model.generate([prompt], ASKED, on_step=lambda step: found.add(str(step.plan.config["stream"])))
     return answer.token_ids.tolist(), found
 
 
-def test_a_generation_has_its_weights_where_all_of_its_steps_take_the_least_time() -> None:
-    """The Refresh alone would offload hidden states instead. Who finds others there leaves the weights where they are."""
+def test_a_generation_has_its_weights_where_all_of_its_steps_take_the_least_time(tmp_path: Path) -> None:
+    """The Refresh alone would offload hidden states instead. Weights stay where they are beside others' rows, and if they cannot be
+    read again."""
     planner = Planner(CONFIG, device="cpu", budget="2400KiB", host_budget="2MiB")
     steps = SparseKeys(retention=0.1).steps(Phase(commit=Commit(score="confidence", rule="top")), 432, 8)
     expected = scheduled(planner, steps, {"refresh": 4, "reuse": 28}).stream
     alone, there = placed(None), placed("2400KiB")
     assert alone[1] == {"none"} and there == (alone[0], {expected}) and expected != "none"
     assert placed("2400KiB", others=True) == (alone[0], {"none"})
+    with mosaic.compile(CONFIG, seed=3) as model:
+        model.save(tmp_path)
+    assert placed("2400KiB", path=tmp_path) == (alone[0], {"none"})

@@ -434,7 +434,7 @@ class Engine:
 
     def place(self, steps: Mapping[str, StepSize], times: Mapping[str, int]) -> None:
         """Load the weights again where these steps take the least predicted time together, if that saves more time than it takes,
-        nobody has rows, and nobody has written into the weights.
+        and no settings were given, and nobody has rows, or has written into the weights.
 
         Parameters
         ----------
@@ -442,12 +442,8 @@ class Engine:
             How often each step runs, by name.
         """
         key = self.plans.planner, *[(size.key, times[name]) for name, size in steps.items()]
-        if (
-            "stream" in self.plans.asked.pinned
-            or self.weights.shown
-            or any(self.states.values())
-            or key in self._placed
-        ):
+        given = self.plans.config is not None or "stream" in self.plans.asked.pinned
+        if given or any(self.states.values()) or key in self._placed or not self.weights.can_move:
             return
         self._place({name: size.rounded() for name, size in steps.items()}, times)
         self._placed.find(key, lambda: True)

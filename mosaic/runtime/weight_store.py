@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import UsageError
-from mosaic.models.safetensors import tensor_rows
+from mosaic.models.safetensors import Layout, tensor_rows
 from mosaic.planner.check import WeightMap
 from mosaic.runtime.checkpoint import PIECE_BYTES, Checkpoint
 from mosaic.runtime.weights import (
@@ -86,6 +86,12 @@ class WeightStore:
         else:
             self._adopt(plan, given)
         self._streamed = str(plan.config["stream"])
+
+    @property
+    def can_move(self) -> bool:
+        """Whether a model's weights can be loaded again as they are: nobody has written into them, and their files are there."""
+        path = self._planner.model.path
+        return not self.shown and (path is None or Layout.exists(path))
 
     def _load(self, plan: Plan) -> None:
         workspace, model = self._workspace, self._planner.model
