@@ -91,8 +91,8 @@ class CompiledRunner:
         self.checked, self.peak_bytes, self.planned_bytes = self.model.check(sizes, more=more), 0, {}
         return self.checked
 
-    def place(self, steps: Mapping[str, tuple[StepSize, int]]) -> None:
-        self.model.place(steps)
+    def place(self, steps: Mapping[str, StepSize], times: Mapping[str, int]) -> None:
+        self.model.place(steps, times)
 
     def admits(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> bool:
         """The model's figures, compared with the plans'."""

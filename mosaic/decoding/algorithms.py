@@ -141,13 +141,15 @@ def expected_step(config: GenerationConfig, largest: Sequence[StepSize]) -> Step
     )  # fmt: skip
 
 
-def repeated_steps(config: GenerationConfig, largest: Sequence[StepSize]) -> dict[str, tuple[StepSize, int]]:
-    """Return the steps of one request with sparse keys by name, and how often each runs; nothing for other requests."""
+def repeated_steps(
+    config: GenerationConfig, largest: Sequence[StepSize]
+) -> tuple[dict[str, StepSize], dict[str, int]] | None:
+    """Return the steps of one request with sparse keys by name, and how often each runs; None for other requests."""
     if not isinstance(config.cache, SparseKeys):
-        return {}
+        return None
     times = config.cache.times(config.gen_length, config.block_length or 1)
     found = {size.phase.cache.label or "full": size for size in reversed(largest)}
-    return {name: (size, times[name]) for name, size in found.items()}
+    return found, times
 
 
 def _of_canvas(size: StepSize, length: int) -> StepSize:

@@ -270,12 +270,12 @@ class Scheduler:
         return found[:: -(-len(found) // self._ready) or 1]
 
     def _fitting(self, rows: Sequence[TableRow], share: int) -> Iterator[tuple[Shape, int | None]]:
-        for shape in dict.fromkeys(self._shapes(rows, self._slots, share)):
+        for shape in dict.fromkeys(self._shapes(rows, share)):
             if self._table.fits(shape.room):
                 kept = self._table.kept(shape.room)
                 yield from ((shape, size) for size in kept[:: -SHARES // share])
 
-    def _shapes(self, rows: Sequence[TableRow], requests: int, share: int) -> Iterator[Shape]:
+    def _shapes(self, rows: Sequence[TableRow], share: int) -> Iterator[Shape]:
         """Give these steps, the largest first. Prompts come in steps of group 0 alone, and fill them."""
         longest = max(row.length for row in rows)
         for groups in self._groups.shared([*dict.fromkeys(kind.group for kind in self._warm)]):
@@ -283,12 +283,12 @@ class Scheduler:
             needed, block, own_rows = needs_of(kinds)
             mine = [row for row in rows if self.group_of(row) in groups]
             one = longest if groups == (0,) else max(needed, *(row.most_tokens for row in mine))
-            most = max(needed, one, min(requests * one, self._most(block)))
+            most = max(needed, one, min(self._slots * one, self._most(block)))
             marks = any(row.marks for row in mine)
             for marked in (True,) if self._groups.mixes(groups) else (False, True)[: 1 + marks]:
                 phase, blocks = phase_of(kinds, marked=marked), self._rung(most, block)
                 while blocks:
-                    for room in Room.ladder(phase, requests, blocks, block, own_rows):
+                    for room in Room.ladder(phase, self._slots, blocks, block, own_rows):
                         if room.windows > 1 or room.tokens <= self._rung(one, block) * block:
                             yield Shape(room, bits(groups), marked)
                     blocks = below(blocks, share)

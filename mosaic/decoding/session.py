@@ -137,8 +137,8 @@ class Session(ClosesOnExit):
         """Plan, compile and capture the steps that requests of a table may need, before they come; they take a minute or two.
 
         Afterwards no request waits for a plan, a kernel, a capture or memory; one too many waits for others, or is refused if too
-        few positions are left. If over 512 steps are needed, larger ones serve for some; second graphs of evicting steps may still
-        be made. All take steps that serve every warm config.
+        few positions are left. Beyond 512 steps, or as many graphs as there is room for, larger steps serve; second graphs of
+        evicting steps may still be made. All take steps that serve every warm config.
 
         Parameters
         ----------
@@ -239,7 +239,7 @@ class Session(ClosesOnExit):
                     self._refuse(described)
                 for one in () if self._live else described:
                     if steps := repeated_steps(one.config, one.largest):
-                        self._runner.place(steps)
+                        self._runner.place(*steps)
             started = [self._made(one) for one in described]
             with ExitStack() as withdrawing:
                 for request in started:

@@ -23,6 +23,11 @@ class Schedule(NamedTuple):
     plans: Mapping[str, Plan]
     times: Mapping[str, int]
 
+    @classmethod
+    def of(cls, planner: Planner, steps: Mapping[str, Step], times: Mapping[str, int]) -> Schedule:
+        """Plan each step by itself."""
+        return cls({name: planner.plan(step, limit=False) for name, step in steps.items()}, times)
+
     @property
     def fits(self) -> bool:
         """Whether all plans fit."""
@@ -76,5 +81,4 @@ def _places(planner: Planner, steps: Mapping[str, Step], times: Mapping[str, int
     choice = next(choice for choice in planner.at(first).space.template.choices if choice.name == "stream")
     for option in choice.options:
         if planner.pinned.get("stream", option) == option:
-            placed = planner.with_pinned({"stream": option})
-            yield Schedule({name: placed.plan(step, limit=False) for name, step in steps.items()}, times)
+            yield Schedule.of(planner.with_pinned({"stream": option}), steps, times)

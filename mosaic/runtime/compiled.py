@@ -306,13 +306,11 @@ class CompiledModel(Face):
         with self._engine.turn():
             return self._engine.plans.pays(size)
 
-    def place(self, steps: Mapping[str, tuple[StepSize, int]]) -> None:
-        """Load the weights again where these steps, each so often, take the least predicted time in all, if it pays and nobody has
-        rows."""
+    def place(self, steps: Mapping[str, StepSize], times: Mapping[str, int]) -> None:
+        """Load the weights again where these steps, each run so many `times`, take the least predicted time in all, if it pays and
+        nobody has rows."""
         with self._engine.turn():
-            self._engine.place(
-                {name: size for name, (size, _) in steps.items()}, {name: n for name, (_, n) in steps.items()}
-            )
+            self._engine.place(steps, times)
 
     def _states_of(self, sizes: Sequence[StepSize], more: Mapping[State, int] | None) -> dict[State, int]:
         """Rows of each state during steps of these sizes, after `more` are reserved."""

@@ -450,11 +450,9 @@ class Engine:
 
     def _place(self, steps: Mapping[str, StepSize], times: Mapping[str, int]) -> None:
         loading_ms, place = 1e3 * self.current.components["weights"] / LOADED_BYTES_PER_S, self.plans.planner
-        now = Schedule({name: place.plan(step, limit=False) for name, step in steps.items()}, times)
+        now = Schedule.of(place, steps, times)
         unbounded = place.with_budgets(budget=MOST_BUDGET).with_pinned({"stream": "none"})
-        least_ms = sum(
-            times[name] * unbounded.plan(step, limit=False).predicted_step_ms for name, step in steps.items()
-        )
+        least_ms = Schedule.of(unbounded, steps, times).predicted_ms
         if now.fits and now.predicted_ms <= least_ms + loading_ms:
             return
         found = scheduled(self.plans.asked, steps, times)

@@ -179,6 +179,6 @@ class StepRunner(Protocol):
     def pays(self, size: StepSize) -> bool:
         """Return whether a step that is cut takes less time, by its plans, than the same step whole, where it keeps few rows."""
 
-    def place(self, steps: Mapping[str, tuple[StepSize, int]]) -> None:
-        """Load the weights again where these steps, each so often, take the least predicted time in all, if it pays and nobody has
-        rows."""
+    def place(self, steps: Mapping[str, StepSize], times: Mapping[str, int]) -> None:
+        """Load the weights again where these steps, each run so many `times`, take the least predicted time in all, if it pays and
+        nobody has rows."""
