@@ -425,7 +425,7 @@ def test_heads_at_a_time_bound_their_own_parts() -> None:
         case for case in map(bound_case, range(50)) if len(case.operands["chosen"]) == 3 and case.attrs["heads"] == 1
     )
     expected = stated_bounds(case)
-    for first, end in ((2, 3), (0, 2)):
+    for first, end in ((0, 2), (2, 3)):
         part = case.operands | {"chosen": case.operands["chosen"][first:end]}
         load("bound_parts").launch(**part, **case.attrs, row_start=first)
     assert torch.equal(case.operands["held"], expected)
