@@ -37,6 +37,7 @@ from benchmarks import (
     unembed,
 )
 from benchmarks.bench import ENGINES
+from benchmarks.dllm_serve import tables as dllm_serve
 from benchmarks.figures import FIGURES, HEADLINE, points_of
 from benchmarks.record import ROOT, load_results, source_line, table
 from mosaic.units import GIB, MIB, format_bytes
@@ -267,6 +268,7 @@ SECTIONS: Final[Mapping[str, tuple[str, Callable[[Sequence[Result]], str]]]] = {
     "planning": ("planning", planning.section),
     "resident": ("resident", resident.section),
     "keys": ("keys", sparse_keys.section),
+    "dllm-serve": ("dllm-serve", dllm_serve.section),
     "search": ("search", search.section),
 }
 """Marker in docs/performance.md or docs/records.md -> kind of result, and what writes the section."""
