@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 import mosaic
 from benchmarks.block import fill, with_block
-from benchmarks.cases import Clock, device_of, options, tag_of, token_counts
+from benchmarks.cases import Clock, device_of, options, reaching, tag_of, token_counts
 from benchmarks.flashinfer_steps import FlashInferSteps, with_flashinfer
 from benchmarks.floor import Floor, keys_read
 from benchmarks.plain_blocks import plain_step_ms
