@@ -143,9 +143,9 @@ class Loops:
         build = partial(BASELINES[name], self._network, tokens=LARGE_TOKENS if large else SMALL_TOKENS)
         if self._budget is None:
             return Made(build(units=CPU_UNITS), CPU_UNITS)
-        _collect()
         _limit(MARGIN * (self._budget - beside_bytes()))
         units = _most_units(build, name, self._budget)
+        _collect()
         _limit(self._budget - beside_bytes())
         return Made(build(units=units), units)
 
@@ -183,7 +183,7 @@ def _most_units(build: Callable[..., System], name: str, budget_bytes: int | Non
 
 def _fits(build: Callable[..., System], units: int) -> bool:
     """Whether each kind of step fits, of a scheduler with all requests."""
-    system = None
+    _collect()  # what the last one held, even where it has failed
     try:
         system = build(units=units)
         for number in range(units):
@@ -197,9 +197,6 @@ def _fits(build: Callable[..., System], units: int) -> bool:
         return True
     except torch.OutOfMemoryError:
         return False
-    finally:
-        del system
-        _collect()
 
 
 def _collect() -> None:
