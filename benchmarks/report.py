@@ -38,6 +38,7 @@ from benchmarks import (
 )
 from benchmarks.bench import ENGINES
 from benchmarks.dllm_serve import tables as dllm_serve
+from benchmarks.dllm_serve.curves import write_curves
 from benchmarks.figures import FIGURES, HEADLINE, points_of
 from benchmarks.record import ROOT, load_results, source_line, table
 from mosaic.units import GIB, MIB, format_bytes
@@ -371,13 +372,11 @@ def write_plots(folder: Path) -> list[Path]:
 
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
-    return small_models.write_plots(
-        load_results("training"),
-        load_results("quality"),
-        load_results("estimation"),
-        load_results("decodability"),
-        folder,
-    )
+    kinds = ("training", "quality", "estimation", "decodability")
+    return [
+        *small_models.write_plots(*map(load_results, kinds), folder),
+        *write_curves(load_results("dllm-serve"), folder),
+    ]
 
 
 def main() -> None:

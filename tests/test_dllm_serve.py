@@ -21,7 +21,7 @@ from test_decoding import CONFIGS, MASK, prompt_of
 from torch import Tensor
 
 from benchmarks.dllm_serve import __main__ as command
-from benchmarks.dllm_serve import dllm_cache, driving, padded, phases, selection, systems, tables
+from benchmarks.dllm_serve import curves, dllm_cache, driving, padded, phases, selection, systems, tables
 from benchmarks.dllm_serve.baselines import (
     Found,
     Scheduled,
@@ -268,7 +268,11 @@ def test_the_command_measures_every_system_at_every_rate(monkeypatch: pytest.Mon
     assert "no-such-cache" in failed["failed"] and queued["failed"] is point["failed"] is None
     rows = [*tables.rows_of(found)]
     assert {len(row) for row in rows} == {len(tables.HEADER)} and rows[0][4] == ""  # no loop as published
-    assert tables.section([found]).startswith("**tiny, osc-like traffic, 6.00 MiB**")
+    text, name = tables.section([found, found]), "dllm-serve-osc-tiny-cpu-0.png"
+    assert text.startswith("**tiny, osc-like traffic, 6.00 MiB**") and text.count(f"(images/{name})") == 1
+    assert curves.write_curves([found, {**found, "points": [queued]}], tmp_path) == [tmp_path / name]
+    assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert curves.picture_of({**found, "points": [queued, failed]}) is None
 
 
 @pytest.mark.soak

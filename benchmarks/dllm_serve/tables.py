@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from benchmarks.dllm_serve.curves import picture_of
 from benchmarks.record import source_line, table
 from mosaic.units import format_bytes
 
@@ -48,9 +49,12 @@ def rows_of(result: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def section(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table per record."""
-    return "\n\n".join(
-        f"**{r['model']}, {r['traffic']}-like traffic, {format_bytes(r['budget_bytes'])}**\n\n"
-        f"{table(HEADER, [*rows_of(r)])}\n\n{source_line(dict(r))}"
-        for r in results
-    )
+    """Return a table per record, behind the first of a picture's records the picture."""
+    parts, shown = [], set[str]()
+    for r in results:
+        title = f"{r['model']}, {r['traffic']}-like traffic, {format_bytes(r['budget_bytes'])}"
+        parts += [f"**{title}**", table(HEADER, [*rows_of(r)]), source_line(dict(r))]
+        if (picture := picture_of(r)) and picture not in shown:
+            shown.add(picture)
+            parts.append(f"![Throughput and latencies by the rate of requests: {title}](images/{picture})")
+    return "\n\n".join(parts)
