@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import mosaic
 from benchmarks.bench.meters import card, driver_bytes, synchronise
-from benchmarks.cases import Clock, cut, device_of, options, tag_of, token_counts
+from benchmarks.cases import Clock, cut, device_of, options, reaching, tag_of, token_counts
 from benchmarks.floor import Floor
 from benchmarks.record import environment, source_line, table, write
 from benchmarks.step_kernels import kernel_ms
@@ -309,8 +309,9 @@ def main(arguments: Sequence[str]) -> None:
         "environment": environment(METHOD), "model": name, "device": asked.device, "layers": asked.layers,
         "answer": asked.answer, "card": card(on_card), "points": points,
     }  # fmt: skip
+    reached = reaching(cut(load(name), asked.layers), max(asked.prompt) + asked.answer)
     with mosaic.compile(
-        cut(load(name), asked.layers), device=asked.device, budget=asked.budget, host_budget=asked.host_budget,
+        reached, device=asked.device, budget=asked.budget, host_budget=asked.host_budget,
         seed=asked.seed,
     ) as model:  # fmt: skip
         for way, prompt in clock.while_left([*product(ways, asked.prompt)], print):
