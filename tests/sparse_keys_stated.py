@@ -29,11 +29,12 @@ class Options:
     interval: int = 1
     delay: int = 0
     sample: float | None = None
+    drift: float | None = None
     near: int = 32
 
     def outside(self, prompt: int) -> tuple[int, int]:
-        """With `sample`, the positions before the answer's side, and their parts: all of one length, the fewest that are no shorter
-        than the sample."""
+        """With `sample` or `drift`, the positions before the answer's side, and their parts: all of one length, as many as can be
+        that are no shorter than the sample."""
         positions = max(prompt - self.near, 1)
         parts = 0
         while self.sample and parts < positions and (parts + 1) * Fraction(str(self.sample)) <= 1:
@@ -131,6 +132,18 @@ class Stated:
                 kept[-1].append([*stays, *((p, k[at_row[p], kv_head], v[at_row[p], kv_head]) for p in taken)])
         return kept
 
+    def change(self, kept: Kept, found: Forward, start: int) -> float:
+        """How far a window's keys of the last layer are from those that are kept of its positions."""
+        _, k, _ = found.seen[-1]
+        pairs = [
+            (k[p - start, head], key)
+            for head, own in enumerate(kept[-1])
+            for p, key, _ in own
+            if start <= p < start + len(k)
+        ]
+        apart = sum(float((new - old).square().sum()) for new, old in pairs)
+        return (apart / sum(float(old.square().sum()) for _, old in pairs)) ** 0.5
+
     def renew(self, kept: Kept, found: Forward, start: int) -> Kept:
         """The same, with a window's keys in place of those of its positions."""
         return [
@@ -151,13 +164,14 @@ class Stated:
         """Return the canvas and what each step was."""
         x, open_ = canvas_of(self.net, prompt, len(prompt) + gen)
         dreams, said, kept, span = self.arch.shifted, [], None, range(0)
-        width, windowed = block * chosen.interval, 0
+        width, windowed, drifted = block * chosen.interval, 0, chosen.drift is None
         for start in range(len(prompt), len(x), block):
             low = start - (start - len(prompt)) % width
             counts, number = spread(block, steps * block // gen) if steps else [], 0
             while left := [p for p in sorted(open_) if start <= p < start + block]:
-                first = 0
-                if start in span and chosen.sample is not None and number == 0 and start == low:
+                first, sided = 0, chosen.sample is not None or chosen.drift is not None
+                due = sided and start in span and start == low and drifted and number == (chosen.drift is not None)
+                if due and chosen.sample is not None:
                     outside, parts = chosen.outside(len(prompt))
                     size = outside // parts if parts else 0
                     begin = (parts - 1 - windowed % parts) * size if parts else 0
@@ -166,18 +180,20 @@ class Stated:
                     kept = self.keep(found, rows, range(start, start + block), span, chosen, kept)
                     logits_at = {p: row for row, p in enumerate(rows)}
                     said.append("windowed")
-                elif start in span or number > chosen.delay:
+                elif (start in span or number > chosen.delay) and not due:
                     first = start - (dreams and start in open_)
                     found = self.forward(x[first : start + block], [*range(first, start + block)], kept)
                     logits_at = {p: p - first for p in range(first, start + block)}
+                    if number == 0 and chosen.drift is not None:
+                        drifted = self.change(kept, found, first) >= chosen.drift
                     kept = self.renew(kept, found, first)
                     said.append("reuse")
                 else:
                     found, logits_at = self.forward(x, [*range(len(x))], None), {p: p for p in range(len(x))}
                     said.append("full_step" if number < chosen.delay else "refresh")
-                    if number == chosen.delay:
+                    if number == chosen.delay or due:
                         span = range(low, min(low + width, len(x)))
-                        if chosen.sample is not None:
+                        if sided:
                             span = range(chosen.outside(len(prompt))[0], len(x))
                         kept = self.keep(found, [*range(len(x))], range(start, start + block), span, chosen)
                 logits = shifted(found.logits) if dreams else found.logits

@@ -180,7 +180,7 @@ SILENT_OF = {  # attributes that neither a shape nor FLOPs nor bytes tell
     "token_importance": "layer, scale, pool", "evict_tokens": "alpha, history, threshold, placeholders, weight, keep, rank",
     "kv_store": "layer, head_size", "score_keys": "head_size, each, over", "select_keys": "pool, pools, slot, kv_heads",
     "pack_keys": "layer, head_size, slot", "packed_attention": "layer, slot, scale",
-    "bound_parts": "slot, kv_heads",
+    "bound_parts": "slot, kv_heads", "key_change": "layer, head_size",
     "focus_requests": "own, processed, importance, first_step, reach, history",
     "note_focus": "own, processed, first_step",
     "read_canvas": "open_id", "moe_route": "normalize, scoring, groups, top_groups, scale",

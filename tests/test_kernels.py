@@ -812,8 +812,9 @@ def test_memory_cases_cover_every_kernel() -> None:
         "score_keys",  # test_sparse_keys_kernels
         "select_keys",
         "pack_keys",
-        "bound_parts",
+        "bound_parts",  # test_packed_attention
         "packed_attention",
+        "key_change",  # test_key_change
         "row_sample",  # test_sampling
         "unembed_sample",
         "guide",  # test_selection

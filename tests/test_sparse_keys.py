@@ -49,8 +49,10 @@ def cases() -> Iterator[dict[str, Case]]:
 
 
 def spelled(chosen: Options) -> str:
-    left_out = () if chosen.sample is not None else ("sample", "near")
-    return "sparse:" + ":".join(f"{name}={value}" for name, value in vars(chosen).items() if name not in left_out)
+    given = {name: value for name, value in vars(chosen).items() if value is not None}
+    if not {"sample", "drift"} & given.keys():
+        del given["near"]
+    return "sparse:" + ":".join(f"{name}={value}" for name, value in given.items())
 
 
 def some_options(rng: random.Random) -> tuple[Options, dict[str, Any]]:
@@ -61,8 +63,10 @@ def some_options(rng: random.Random) -> tuple[Options, dict[str, Any]]:
     )  # fmt: skip
     if rng.random() < 0.5:
         chosen.delay = rng.randint(0, 1)
-    else:
-        chosen.sample, chosen.near = rng.choice([0, 0.125, 0.3, 0.5, 1]), rng.choice([0, 2, 32])
+        return chosen, rng.choice([{"threshold": 0.3}, {"threshold": 1.0}, {"factor": 0.8}])
+    chosen.sample, chosen.near = rng.choice([0, 0.125, 0.3, 0.5, 1]), rng.choice([0, 2, 32])
+    if rng.random() < 0.5:
+        chosen.drift, chosen.sample = rng.choice([0.0, 0.2, 0.4]), rng.choice([None, chosen.sample])
     return chosen, rng.choice([{"threshold": 0.3}, {"threshold": 1.0}, {"factor": 0.8}])
 
 
@@ -153,6 +157,29 @@ def test_a_windowed_refresh_of_everything_is_a_whole_one(cases: dict[str, Case],
     options = {"algorithm": "fast-dllm", "block_length": 6, "threshold": 0.4, "gen_length": 24, "stop_at_eos": False}
     expected = fast_dllm(case.network, prompt, 24, 6, "dual", Draw(scaled=family == "dream"), threshold=0.4)
     assert_same(case, prompt, expected, cache="sparse:retention=1:sample=1:near=3", **options)
+
+
+@pytest.mark.parametrize(("family", "sample"), [("llada", 0.5), ("dream", None)])
+def test_refreshes_are_left_out_while_keys_change_little(
+    cases: dict[str, Case], family: str, sample: float | None
+) -> None:
+    """Each block's keys have changed by 0.06 to 0.98."""
+    case, prompt, refreshes = cases[family], prompt_of(22), []
+    for drift in (0.0, 0.58, 9.0):
+        chosen, draw = Options(retention=0.3, sample=sample, near=2, drift=drift), Draw(scaled=family == "dream")
+        expected, said = Stated(case.network).generate(prompt, 24, 4, chosen, draw, threshold=1.0)
+        assert_same(
+            case,
+            prompt,
+            expected,
+            algorithm="fast-dllm",
+            gen_length=24,
+            block_length=4,
+            threshold=1.0,
+            cache=spelled(chosen),
+        )
+        refreshes.append(said.count("windowed" if sample else "refresh") - (sample is None))
+    assert refreshes[0] == 5 > refreshes[1] > refreshes[2] == 0
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -250,7 +277,11 @@ def test_no_layer_keeps_its_full_keys() -> None:
 
 def test_steps_are_no_larger_than_their_sizes(cases: dict[str, Case]) -> None:
     for family in FAMILIES:
-        for chosen in (SparseKeys(interval=2, delay=1), SparseKeys(retention=1.0), SparseKeys(sample=0.5, near=2)):
+        for chosen in (
+            SparseKeys(interval=2, delay=1),
+            SparseKeys(retention=1.0),
+            SparseKeys(sample=0.5, near=2, drift=0.0),
+        ):
             case = cases[family]
             case.generate(
                 [prompt_of(14)], algorithm="fast-dllm", gen_length=12, block_length=4, threshold=0.3, cache=chosen
@@ -280,14 +311,19 @@ def test_the_largest_context_counts_the_packed_keys() -> None:
         ("llada", "sparse:interval=0", "cache: interval is 0; it must be a number of blocks, at least 1."),
         ("llada", "sparse:pool=4", "cache: pool is 4; it must be an odd number of positions."),
         ("llada", "sparse:delay=2", "cache: delay is 2; it must be 0 or 1."),
+        ("llada", "sparse:drift=-1", "cache: drift is -1; it must be a number of at least 0, relative to kept keys."),
         ("llada", "sparse:sample=1.5", r"cache: sample is 1.5; it must be a share of the prompt, in \[0, 1\]."),
         (
             "llada",
             "sparse:sample=0:delay=1",
-            "cache: a delay computes every block in full; leave out delay, or sample.",
+            "cache: a delay computes every block in full; leave out delay, or sample and drift.",
         ),
         ("llada", "sparse:sample=0:near=-1", "cache: near is -1; it must be a number of tokens."),
-        ("llada", "sparse:near=4", "cache: near is about windowed refreshes; give a sample too, or leave it out."),
+        (
+            "llada",
+            "sparse:near=4",
+            "cache: near is about the answer's side; give sample or drift too, or leave it out.",
+        ),
         ("llada", "sparse:selection=global", "unknown cache's selection 'global'"),
         (
             "llada",

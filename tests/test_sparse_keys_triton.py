@@ -11,18 +11,8 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from test_kernels import BF16, F32
-from test_sparse_keys_kernels import (
-    assert_attended,
-    assert_rows,
-    assert_scores,
-    attention_case,
-    bound_case,
-    pack_case,
-    score_case,
-    select_case,
-    stated_bounds,
-    stated_packed,
-)
+from test_packed_attention import assert_attended, attention_case, bound_case, stated_bounds
+from test_sparse_keys_kernels import assert_rows, assert_scores, pack_case, score_case, select_case, stated_packed
 from test_triton_kernels import INTERPRETED, run
 
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -73,6 +73,8 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     kv, narrow = empty(40_000, 36 * 2 * 1024), {"k": empty(rows, 1024), "v": empty(rows, 1024)}
     where = {"kv": kv, "extents": empty(5, 4, dtype=index), "cu_extents": cu_seqlens, "cu_seqlens": cu_seqlens}
     yield "kv_store", {**narrow, **where, "positions": empty(rows, dtype=torch.int32), "layer": 3, "head_size": size}
+    changed = {"k": narrow["k"], **where, "positions": empty(rows, dtype=torch.int32), "change": empty(1, dtype=wide)}
+    yield "key_change", {**changed, "layer": 3, "head_size": size}
     spans = {"spans": empty(1, 5, dtype=torch.int32), "cu_seqlens": cu_seqlens}
     scores, chosen = empty(32, rows, dtype=wide), empty(8, rows, dtype=torch.int32)
     for each, over in ((1, "max"), (4, "mean")):

@@ -495,6 +495,7 @@ def test_cases_cover_every_kernel() -> None:
         "pack_keys",
         "bound_parts",
         "packed_attention",
+        "key_change",  # test_key_change
         "row_sample",  # test_sampling
         "unembed_sample",
         "guide",  # test_selection

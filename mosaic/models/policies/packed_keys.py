@@ -14,7 +14,7 @@ would lie in the request's first row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
 
@@ -23,7 +23,7 @@ import numpy as np
 from mosaic.errors import UsageError
 from mosaic.models.attention.heads import Heads
 from mosaic.models.attention.kept import KeptIn, KeptTogether
-from mosaic.models.attention.projections import project_out
+from mosaic.models.attention.projections import project_out, project_rows
 from mosaic.models.attention.together import Together
 from mosaic.models.inputs import Input
 from mosaic.models.kept_keys import attending, head_row, key_row
@@ -35,11 +35,12 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.attention import Way
     from mosaic.models.inputs import Window
+    from mosaic.models.parts.part import ResultPer
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
     from mosaic.registrar.schemes.scheme import Bundle
 
-__all__ = ["FEW", "PACKED", "PARTS", "Group", "Packed", "Packing", "Selection", "SpanPacked", "Windowed"]
+__all__ = ["FEW", "KEY_CHANGE", "PACKED", "PARTS", "Group", "Packed", "Packing", "Selection", "SpanPacked", "Windowed"]
 
 Selection: TypeAlias = Literal["head-centric", "uniform", "uniform-published"]
 Group: TypeAlias = Literal["max", "mean"]
@@ -66,6 +67,8 @@ class _Few(Apart):
     padded: ClassVar[bool] = False
 
 
+KEY_CHANGE: Final = "key_change"
+"""The output with the relative change of a request's keys."""
 FEW: Final = _Few()
 """The tokens of a windowed Refresh."""
 
@@ -302,10 +305,22 @@ class _Renewing(Together):
 
 @dataclass(frozen=True, slots=True)
 class Packed(Kept):
-    """Windows write their keys and values behind the packed ones, and attend to all of them."""
+    """Windows write their keys and values behind the packed ones, and attend to all of them.
+
+    Parameters
+    ----------
+    changes
+        Whether steps tell how far their keys are, in the last layer, from those that they write over.
+    """
 
     label: ClassVar[str] = "reuse"
     by_position: ClassVar[bool] = False
+    changes: bool = False
+
+    @property
+    def results(self) -> Mapping[str, ResultPer]:
+        """The relative change of each request's keys, if it is measured."""
+        return {KEY_CHANGE: "sequence"} if self.changes else {}
 
     @property
     def kept(self) -> State:
@@ -331,7 +346,7 @@ class Packed(Kept):
 
     def ways(self) -> Sequence[Way]:
         """Return the only option: windows are short."""
-        return (_PackedTogether(),)
+        return (_PackedTogether(self),)
 
 
 def _own_extents(window: Window) -> tuple[tuple[int, int, int, int], ...]:
@@ -348,6 +363,29 @@ class SpanPacked(Packed):
 
 class _PackedTogether(KeptTogether):
     """Rows are found by position where keys are stored, and read in order."""
+
+    def __init__(self, policy: Packed) -> None:
+        KeptTogether.__init__(self)
+        self._policy = policy
+
+    def begin(self, step: StepGraph) -> None:
+        """Declare the output with the change of keys."""
+        if self._policy.changes:
+            self._change = step.g.output(KEY_CHANGE, (step.seqs,), "float32")
+
+    def store(
+        self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle], queries: Buffer | None = None
+    ) -> None:
+        """Compare the last layer's keys with those at their positions, then write over these."""
+        if self._policy.changes and layer + 1 == step.arch.layers:
+            g, own, ((kv, *extents), place) = step.g, step.arch.stack[layer].attention, self.stored_in(step, layer)
+            k = g.buffer("k_compared", (step.tokens, own.kv_width), step.arch.dtype)
+            project_rows(step, layer, norm, matrices, {"k": k}, "compared", "compared_in")
+            g.add_op(
+                "key_change", k, kv, *extents, step.cu_seqlens, step.positions, out=self._change, name="change", layer=place,
+                head_size=own.head_size,
+            )  # fmt: skip
+        KeptTogether.store(self, step, layer, norm, matrices, queries)
 
     def stored_in(self, step: StepGraph, layer: int) -> KeptIn:
         """Return the state with the extents by positions of the window, and the layer's place."""

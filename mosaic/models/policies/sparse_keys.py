@@ -4,14 +4,15 @@ A Refresh computes the whole canvas, scores its keys by the block's queries, and
 compute the block alone, over the kept keys and its own. Both decide tokens. A Refresh is for a span of blocks: the candidates are
 all positions outside the span, and all of the span's own keys are kept. `mosaic.models.policies.packed_keys` has the steps.
 
-With `sample` the span is the answer's side for the whole generation, and every Refresh after the first is windowed: it computes the
-span and a part of the prompt.
+With `sample` or `drift` the span is the answer's side for the whole generation. With `sample` every Refresh after the first is
+windowed: it computes the span and a part of the prompt. With `drift` one is left out while keys change little.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import numpy as np
@@ -20,6 +21,7 @@ from mosaic.errors import UnknownName, UsageError
 from mosaic.models.parts.cache import WHOLE, CachePolicy
 from mosaic.models.policies.packed_keys import (
     FEW,
+    KEY_CHANGE,
     PACKED,
     PARTS,
     Group,
@@ -69,8 +71,13 @@ class SparseKeys(Options):
     sample
         Every Refresh after a request's first is windowed: it computes the answer's side, and this share of the rest of the prompt,
         in [0, 1], at least; rounded to one of equal parts, which take turns from the last one on. None: it computes everything.
+    drift
+        A block's Refresh, except the first, follows its first step, which reuses, and is left out if the keys of that step have
+        changed by less than this since they were last kept: the Frobenius norm of the difference by that of the kept keys, over
+        the last layer. 0: it is never left out. None: it is the block's first step.
     near
-        With `sample`, tokens at the prompt's end that belong to the answer's side, at least; the prompt's first never does.
+        With `sample` or `drift`, tokens at the prompt's end that belong to the answer's side, at least; the prompt's first never
+        does.
 
     Raises
     ------
@@ -91,6 +98,7 @@ class SparseKeys(Options):
     interval: int = 1
     delay: int = 0
     sample: float | None = None
+    drift: float | None = None
     near: int = 32
 
     def __post_init__(self) -> None:
@@ -109,12 +117,16 @@ class SparseKeys(Options):
             raise UsageError(f"cache: delay is {self.delay!r}; it must be 0 or 1.")
         if self.sample is not None and not (is_number(self.sample) and 0 <= self.sample <= 1):
             raise UsageError(f"cache: sample is {self.sample!r}; it must be a share of the prompt, in [0, 1].")
-        if self.sample is not None and self.delay:
-            raise UsageError("cache: a delay computes every block in full; leave out delay, or sample.")
+        if self.drift is not None and not (is_number(self.drift) and 0 <= self.drift <= sys.float_info.max):
+            raise UsageError(
+                f"cache: drift is {self.drift!r}; it must be a number of at least 0, relative to kept keys."
+            )
+        if self.sided and self.delay:
+            raise UsageError("cache: a delay computes every block in full; leave out delay, or sample and drift.")
         if not is_integer(self.near, 0):
             raise UsageError(f"cache: near is {self.near!r}; it must be a number of tokens.")
-        if self.sample is None and "near" in self.changed:
-            raise UsageError("cache: near is about windowed refreshes; give a sample too, or leave it out.")
+        if not self.sided and "near" in self.changed:
+            raise UsageError("cache: near is about the answer's side; give sample or drift too, or leave it out.")
 
     @classmethod
     def presets(cls) -> Mapping[str, SparseKeys]:
@@ -139,8 +151,13 @@ class SparseKeys(Options):
         numerator, denominator = fraction_of(self.retention)
         return max(numerator * candidates // denominator, 1)
 
+    @property
+    def sided(self) -> bool:
+        """Whether the span is the answer's side."""
+        return self.sample is not None or self.drift is not None
+
     def outside(self, prompt_len: int) -> tuple[int, int]:
-        """Return with `sample`, for a prompt, the positions before the answer's side, and the parts that they are cut into.
+        """Return for a prompt, with `sample` or `drift`, the positions before the answer's side, and the parts of these.
 
         >>> [SparseKeys(sample=share).outside(100) for share in (0, 0.1, 0.4, 1)]
         [(68, 0), (60, 10), (68, 2), (68, 1)]
@@ -160,7 +177,8 @@ class SparseKeys(Options):
         self, phase: Phase, length: int, block: int, *, answer: int = 0, rows: int = 0, first: Phase | None = None
     ) -> dict[str, StepSize]:
         """Return the sizes of a request's steps by name: "full" with a delay, "refresh", with `sample` "windowed" if there is more
-        than one, "reuse", and on a shifted model "reuse_first", of a block without a Refresh.
+        than one, "reuse", and on a shifted model "reuse_first", of a block that begins without a Refresh, and with `drift` and no
+        `sample` "refresh_later".
 
         Parameters
         ----------
@@ -183,7 +201,7 @@ class SparseKeys(Options):
         ((4096,), (32,), (438,))
         """
         span, parts = min(block * self.interval, answer or length - 1), 0
-        if self.sample is not None:
+        if self.sided:
             outside, parts = self.outside(length - (answer or span))
             span = length - outside
         packed, rows = self.rows(length, span), min(rows or block, block - (first is not None))
@@ -195,23 +213,27 @@ class SparseKeys(Options):
             kind, decided = (begin, rows if first is None else 1) if number == 0 else (phase, rows)
             kind = with_parts(kind, cache=caches[name])
             found[name] = StepSize(phase=kind, windows=(length,), rows=max(decided, 1), states=states)
+        later, decided = (begin, rows if first is None else 1) if self.drift is None else (phase, rows)
         if self.sample is not None and answer > block * self.interval:
             window = span + ((length - span) // parts if parts else 0)
             found["windowed"] = StepSize(
-                phase=self.renewing(begin), windows=(window,), keys=() if parts else (packed,),
-                rows=max(rows if first is None else 1, 1), states=states,
+                phase=self.renewing(later), windows=(window,), keys=() if parts else (packed,), rows=max(decided, 1),
+                states=states,
             )  # fmt: skip
+        elif later != begin:
+            found["refresh_later"] = replace(found["refresh"], phase=self.renewing(later), rows=max(decided, 1))
         if rows:
             found["reuse"] = StepSize(
-                phase=with_parts(phase, cache=Packed()), windows=(block,), keys=(packed,), rows=rows
+                phase=with_parts(phase, cache=self.reusing), windows=(block,), keys=(packed,), rows=rows
             )
-        if first is not None and self.interval > 1:
-            kind = with_parts(first, cache=Packed())
+        if first is not None and (self.interval > 1 or self.drift is not None):
+            kind = with_parts(first, cache=self.reusing)
             found["reuse_first"] = StepSize(phase=kind, windows=(block + 1,), keys=(packed,), rows=1)
         return found
 
     def times(self, answer: int, block: int, *, shifted: bool = False) -> dict[str, int]:
-        """Return how often a generation of `answer` tokens, one a step, takes each of `steps`, by name.
+        """Return how often a generation of `answer` tokens, one a step, takes each of `steps`, by name; with `drift`, if no Refresh
+        is left out.
 
         >>> SparseKeys(interval=2, delay=1).times(256, 32), SparseKeys(sample=0).times(256, 32)
         ({'full': 4, 'refresh': 4, 'reuse': 248}, {'refresh': 1, 'windowed': 7, 'reuse': 248})
@@ -219,8 +241,11 @@ class SparseKeys(Options):
         blocks = -(-answer // block)
         refreshes = -(-blocks // self.interval)
         found = {"full": self.delay * refreshes} if self.delay else {}
-        found |= {"refresh": refreshes} if self.sample is None else {"refresh": 1, "windowed": refreshes - 1}
-        first = {"reuse_first": blocks - refreshes} if shifted and self.interval > 1 else {}
+        later = "windowed" if self.sample is not None else "refresh_later" if shifted and self.drift is not None else ""
+        found |= {"refresh": 1, later: refreshes - 1} if later else {"refresh": refreshes}
+        first = {}
+        if shifted and (self.interval > 1 or self.drift is not None):
+            first = {"reuse_first": blocks - (refreshes if self.drift is None else 1)}
         return found | {"reuse": max(answer - sum(found.values()) - sum(first.values()), 0)} | first
 
     @property
@@ -228,8 +253,15 @@ class SparseKeys(Options):
         """The cache policy of a Refresh."""
         return Packing(selection=self.selection, group=self.group, pool=self.pool, parts=bool(self.sample))
 
+    @property
+    def reusing(self) -> Packed:
+        """The cache policy of Reuse."""
+        return Packed(changes=self.drift is not None)
+
     def renewing(self, phase: Phase) -> Phase:
-        """Return the phase of a windowed Refresh."""
+        """Return the phase of a Refresh after a request's first, if the span is the answer's side."""
+        if self.sample is None:
+            return with_parts(phase, cache=self.packing)
         if not self.sample:
             return with_parts(phase, cache=SpanPacked())
         cache = Windowed(selection=self.selection, group=self.group, pool=self.pool)
@@ -245,16 +277,17 @@ class Keeping(Policy):
     def __init__(self, options: SparseKeys, config: Any, arch: Architecture, positions: int) -> None:
         self._options, self._shifted = options, arch.shifted
         self._span: tuple[int, int] | None = None
-        self._windowed = 0
+        self._windowed, self._drifted = 0, options.drift is None
 
     def phase(self, phase: Phase, step: BlockStep) -> Phase:
-        """Reuse what the last Refresh has kept for the block; if nothing, refresh after `delay` full steps of the block. Renew it
-        in the first step of every `interval` blocks, if later refreshes are windowed."""
+        """Reuse what the last Refresh has kept for the block; if nothing, refresh after `delay` full steps of the block. If the
+        span is the answer's side, renew it in the first of `interval` blocks: in the first step, or with `drift` in the second."""
         options, covered = self._options, self._span is not None and step.start < self._span[1]
-        if covered and options.sample is not None and step.number == 0 and self._first_of_interval(step) == step.start:
+        due = covered and options.sided and self._first_of_interval(step) == step.start
+        if due and step.number == int(options.drift is not None) and self._drifted:
             return options.renewing(phase)
         if step.number > options.delay or covered:
-            return with_parts(phase, cache=Packed())
+            return with_parts(phase, cache=options.reusing)
         return with_parts(phase, cache=WHOLE if step.number < options.delay else options.packing)
 
     def tell(self, step: BlockStep, request: Any) -> None:
@@ -275,7 +308,13 @@ class Keeping(Policy):
             step.window = step.start - int(self._shifted and request.mask_array[step.start]), step.end
             if isinstance(cache, SpanPacked):
                 step.window = low, high
+            step.writes = False  # of no final tokens, so its outcome is noted
             step.key_len, step.values["shift"] = kept + high - low, low - kept
+
+    def take(self, step: BlockStep, request: Any, result: Any) -> None:
+        """Note whether the keys of a block's first step have drifted."""
+        if self._options.drift is not None and step.number == 0 and isinstance(step.phase.cache, Packed):
+            self._drifted = float(result.values[KEY_CHANGE]) >= self._options.drift
 
     def _renew(self, step: BlockStep, length: int) -> None:
         """Give the positions of a part and of the span; parts take turns, the last one first."""
@@ -294,7 +333,7 @@ class Keeping(Policy):
 
     def _span_of(self, step: BlockStep, length: int) -> tuple[int, int]:
         """From the first block that shares the Refresh of a block to the end of the last; with `sample` the answer's side."""
-        if self._options.sample is not None:
+        if self._options.sided:
             return self._options.outside(step.prompt_len)[0], length
         low = self._first_of_interval(step)
         return low, min(low + (step.end - step.start) * self._options.interval, length)

@@ -122,6 +122,11 @@ _NOTATION: Final = {
         ),
         inplace="y/q", invariant="invariant",
     ),
+    "key_change": _Operator(
+        "k:floats=T,W kv:floats=R,X extents:int64=E,4 cu_extents:int32=B+1 cu_seqlens:int32=B+1 positions:int32=T change:float32=B",
+        "k kv extents cu_extents cu_seqlens positions", "change", "layer:n head_size:n", "5*T*W", "T R X E B W",
+        "k kv=T,W cu_extents cu_seqlens positions change", rules=(("divides", "head_size", "W"), *_kv_row("W")),
+    ),
     "key_mass": _Operator(
         "q:a=T,Q kv:a=R,X extents:int64=E,4 cu_extents:int32=B+1 captured:int32=B cu_keys:int32=B+1 votes:uint8=T "
         "cu_seqlens:int32=B+1 logsumexp:float32=T,N positions?:int32=T mass:float32=sets*tiles,columns",
