@@ -136,7 +136,7 @@ def _before_others(way: str | SparseKeys) -> int:
     """The steps before all kinds of step have run, but for the first and those of Reuse."""
     if not isinstance(way, SparseKeys):
         return 0
-    return BLOCK * way.interval + 1 if way.sided else way.delay
+    return BLOCK * way.interval + (way.drift is not None) if way.sided else way.delay
 
 
 def _times(way: str | SparseKeys, answer: int, *, shifted: bool) -> dict[str, int]:
@@ -170,7 +170,7 @@ def measured(
     times = _times(way, answer, shifted=arch.shifted)
     with Session(model) as session:
         session.submit(ids, config)  # which may move weights; and the first steps of a size are planned and captured
-        session.advance(1 if way == DENSE else 1 + WARM + _before_others(way))
+        session.advance(1 if way == DENSE else min(1 + WARM + _before_others(way), answer))
     watch = Watch(way, shifted=arch.shifted)
     with Session(model) as session:
         began = time.perf_counter()
@@ -206,15 +206,18 @@ def _enough(kinds: Mapping[str, Kind], times: Mapping[str, int], seconds: float)
 
 
 def kernels_of(model: CompiledModel, way: SparseKeys, *, prompt: int, answer: int) -> dict[str, dict[str, float]]:
-    """Return milliseconds of kernels by kind, of a card's steps: of the first of each full kind, and of some of Reuse."""
+    """Return milliseconds of kernels by kind, of a card's steps: of some of Reuse, and of the first of each other kind."""
     found: dict[str, dict[str, float]] = {}
     arch = model.architecture
+    kinds = {**dict.fromkeys(("full", "refresh")[1 - way.delay :], (0, 1)), "reuse": (WARM, PROFILED)}
+    if way.sample is not None and answer > BLOCK * way.interval:
+        kinds["windowed"] = _before_others(way) - 1 - WARM - PROFILED, 1
     with Session(model) as session:
         session.submit(torch.arange(prompt) % arch.mask_token_id, _config(way, answer, shifted=arch.shifted))
-        for name in way.times(BLOCK, BLOCK):
-            session.advance(0 if name in FULL else WARM)
+        for name, (before, count) in kinds.items():
+            session.advance(before)
             with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-                session.advance(count := 1 if name in FULL else PROFILED)
+                session.advance(count)
                 synchronise(model.asynchronous)
             events = [event for event in profiled.events() if event.device_type.name == "CUDA"]
             found[name] = kernel_ms([(event.name, event.device_time) for event in events], count)
