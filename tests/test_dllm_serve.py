@@ -70,23 +70,24 @@ def served(system: System, found: Found) -> dict[int, list[int]]:
     return answers
 
 
-def packed_steps(rows: int, places: int, *, published: bool = False) -> phases.PackedSteps:
-    return phases.PackedSteps(NETWORK, phases.Pool.of(NETWORK, rows), places, published=published)
+def arrangements(dual: bool, found: Found) -> dict[str, Callable[[], System]]:
+    """Every arrangement of the rows of an algorithm.
 
+    A scheduler's steps have room for the longest request beside one block: requests are in different phases.
+    """
+    loop, longest = padded.fast_dllm if dual else padded.sparse_dllm, max(asked.length for asked, _ in found)
+    rows, pages = max(rows_of(asked, dual=dual) for asked, _ in found), max(pages_of(asked) for asked, _ in found)
 
-def arrangements(dual: bool) -> dict[str, Callable[[], System]]:
-    """Every arrangement of the rows of an algorithm; a scheduler's pool has rows for two of three requests."""
-    loop = padded.fast_dllm if dual else padded.sparse_dllm
-    rows, pages = (
-        max(of(asked) for asked, _ in requests_of(SIZES)) for of in (lambda one: rows_of(one, dual=dual), pages_of)
-    )
+    def steps(rows: int, *, published: bool = False) -> phases.PackedSteps:
+        return phases.PackedSteps(NETWORK, phases.Pool.of(NETWORK, rows), 3, longest, published=published)
+
     every: dict[str, Callable[[], System]] = {
         "padded": lambda: Static(padded_loop(NETWORK, loop), 2),
-        "packed": lambda: Static(packed_loop(packed_steps(3 * rows, 3), dual=dual), 3),
+        "packed": lambda: Static(packed_loop(steps(3 * rows), dual=dual), 3),
     }
     if not dual:
-        every["scheduled"] = lambda: Scheduled(packed_steps(2 * rows, 8), 200)
-        every["scheduled, published"] = lambda: Scheduled(packed_steps(2 * pages, 8, published=True), 200)
+        every["scheduled"] = lambda: Scheduled(steps(3 * rows), longest + 32)
+        every["scheduled, published"] = lambda: Scheduled(steps(2 * pages, published=True), longest + 32)
     return every
 
 
@@ -119,7 +120,7 @@ def test_loops_decide_what_mosaic_decides(cache: Any, sizes: Sequence[tuple[int,
     expected = {number: live.generation.token_ids.tolist() for number, live in enumerate(lives)}
     runner.close()
     assert len({token for answer in expected.values() for token in answer}) > 8
-    for name, make in arrangements(cache == "dual").items():
+    for name, make in arrangements(cache == "dual", found).items():
         assert served(make(), found) == expected, name
 
 
@@ -296,4 +297,4 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     with pytest.raises(UsageError, match="one model a process"):
         command.main(["tiny", "tiny"])
     with pytest.raises(UsageError, match="like LLaDA"):
-        systems.Loops(load(CONFIGS["sdar"]), budget_bytes=None, seed=0)
+        systems.Loops(load(CONFIGS["sdar"]), cuda=False, budget_bytes=None, seed=0)

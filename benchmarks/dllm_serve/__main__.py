@@ -66,7 +66,7 @@ def points(model: Model, asked: argparse.Namespace, clock: Clock) -> Iterator[di
     """Measure every system at every rate; yield each point, or why there is none, under `failed`."""
     cuda = load_device(asked.device).backend == "cuda"
     budget = asked.budget if cuda else None
-    loops = Loops(model, budget_bytes=budget, seed=asked.seed)
+    loops = Loops(model, cuda=cuda, budget_bytes=budget, seed=asked.seed)
     for name in clock.while_left(asked.systems, print):
         try:
             if name in BASELINES:

@@ -33,7 +33,6 @@ KINDS: Final[Mapping[str, Kind]] = {
     "osc": Kind((200, 500), (128, 256)),
     "burst": Kind((100, 600), (128, 512), shape=0.5),
 }
-LONGEST: Final = max(kind.prompts[1] + kind.answers[1] for kind in KINDS.values())
 _DIGESTED: Final = 1000
 
 
@@ -49,6 +48,12 @@ class Asked(NamedTuple):
     def length(self) -> int:
         """Positions of its canvas."""
         return self.prompt + self.answer
+
+
+LONGEST: Final = Asked(
+    0, 0.0, max(kind.prompts[1] for kind in KINDS.values()), max(kind.answers[1] for kind in KINDS.values())
+)
+"""The longest request of any kind."""
 
 
 def trace(kind: Kind, seed: int) -> Iterator[Asked]:
