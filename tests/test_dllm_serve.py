@@ -4,7 +4,9 @@ their records."""
 from __future__ import annotations
 
 import json
+import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
@@ -188,6 +190,83 @@ def test_dllm_cache_decides_what_it_is_stated_to_decide(intervals: Intervals) ->
         assert served(system, found) == expected, name
 
 
+# --- who is served ----------------------------------------------------------------------------------------------------
+
+
+class Idle(phases.PackedSteps):
+    """Steps that compute nothing: requests and tokens of each are noted."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(NETWORK, phases.Pool.of(NETWORK, rows), 24, 256)
+        self.noted = list[list[tuple[int, int]]]()
+
+    def step(self, lives: Sequence[phases.Live]) -> None:
+        self.noted.append([(live.asked.number, live.tokens) for live in lives])
+        for live in lives:
+            live.steps += 1
+
+
+def walked(found: Sequence[Asked], most: int) -> Iterator[dict[int, int]]:
+    """dLLM-Serve's public scheduler, stated apart: running requests up to the first that does not fit, then newcomers, which stand
+    before those that were left out."""
+    running, waiting, taken, coming = list[Asked](), list[Asked](), Counter[int](), [*found]
+    for step in count():
+        while coming and coming[0].at_s <= step:
+            waiting.append(coming.pop(0))
+        if not running and not waiting:
+            return
+        chosen, costs = list[Asked](), dict[int, int]()
+        for newcomers, queue in ((False, [*running]), (True, [*waiting])):
+            for one in queue:
+                cost = one.length if taken[one.number] % 32 < 2 else 32
+                if sum(costs.values()) + cost > most:
+                    break
+                chosen.append(one)
+                costs[one.number] = cost
+                (waiting if newcomers else running).remove(one)
+        taken.update(costs.keys())
+        running = [one for one in chosen if taken[one.number] < one.answer] + running
+        yield costs
+
+
+def test_the_scheduler_walks_requests_as_stated() -> None:
+    overtaken = 0
+    for seed in range(8):
+        rng = random.Random(seed)
+        found, at_s = [], 0
+        for asked, prompt in requests_of([(rng.randint(1, 160), 32 * rng.randint(1, 3)) for _ in range(24)]):
+            found.append((asked._replace(at_s=at_s), prompt))
+            at_s += rng.randint(0, 6)
+        steps, most = Idle(rows=5000), rng.randint(300, 400)
+        system = Scheduled(steps, most)
+        coming = [*found]
+        for step in count():
+            while coming and coming[0][0].at_s <= step:
+                system.submit(*coming.pop(0))
+            if not system.is_busy:
+                break
+            system.step()
+        assert steps.noted == [[*costs.items()] for costs in walked([asked for asked, _ in found], most)]
+        assert max(sum(dict(tokens).values()) for tokens in steps.noted) <= most and steps.pool.runs == []
+        overtaken += sum([*dict(tokens)] != sorted(dict(tokens)) for tokens in steps.noted)
+    assert overtaken
+
+
+@pytest.mark.parametrize(
+    "make", [lambda steps: Scheduled(steps, 200), lambda steps: Static(packed_loop(steps, dual=False), 2)]
+)
+def test_requests_that_are_forgotten_leave_nothing(make: Callable[[phases.PackedSteps], System]) -> None:
+    steps = Idle(rows=300)
+    system = make(steps)
+    for _ in range(3):
+        for asked, prompt in requests_of(SIZES):
+            system.submit(asked, prompt)
+        system.step()
+        assert system.is_busy and len(steps.pool.runs) == 2
+        system.reset()
+        assert not system.is_busy and steps.pool.runs == []
+
+
 # --- traffic and points -----------------------------------------------------------------------------------------------
 
 
@@ -260,11 +339,12 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *given: str) -> dict[str,
 
 @pytest.mark.soak
 def test_the_command_measures_every_system_at_every_rate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    given = "--seconds", "0.4", "--rates", "queued,50", "--systems", "mosaic:no-such-cache,dllm-serve-packed"
+    given = "--seconds", "0.4", "--rates", "queued,50,0.001", "--systems", "mosaic:no-such-cache,dllm-serve-packed"
     found = run(monkeypatch, tmp_path, *given)
-    queued, point, failed = found["points"]
-    assert [one["system"] for one in found["points"]] == [*["dllm-serve-packed"] * 2, "mosaic:no-such-cache"]
+    queued, point, idle, failed = found["points"]
+    assert [one["system"] for one in found["points"]] == [*["dllm-serve-packed"] * 3, "mosaic:no-such-cache"]
     assert (queued["rate"], point["rate"]) == (None, 50.0) and queued["tokens"] > 0 and point["tokens"] > 0
+    assert idle["came"] == idle["tokens"] == idle["steps"] == 0, "who waited before is forgotten"
     assert "latency_mean_s" not in queued and 0 < point["latency_mean_s"] <= point["latency_most_s"]
     assert "no-such-cache" in failed["failed"] and queued["failed"] is point["failed"] is None
     rows = [*tables.rows_of(found)]
