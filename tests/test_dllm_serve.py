@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
@@ -22,6 +21,7 @@ from test_bench_loops import network_of
 from test_decoding import CONFIGS, MASK, prompt_of
 from torch import Tensor
 
+from benchmarks import sparse_keys
 from benchmarks.dllm_serve import __main__ as command
 from benchmarks.dllm_serve import curves, dllm_cache, driving, padded, phases, selection, systems, tables
 from benchmarks.dllm_serve.baselines import (
@@ -35,12 +35,12 @@ from benchmarks.dllm_serve.baselines import (
     rows_of,
 )
 from benchmarks.dllm_serve.dllm_cache import Intervals
-from benchmarks.dllm_serve.trace import KINDS, Asked, digest_of, trace
+from benchmarks.dllm_serve.trace import KINDS, LONGEST, Asked, described, trace
 from benchmarks.loops import PlainModel, generate_plainly
 from mosaic import decoding
 from mosaic.decoding import Submission
 from mosaic.decoding.config import GenerationConfig, resolve
-from mosaic.errors import UnknownName, UsageError
+from mosaic.errors import DoesNotFit, UnknownName, UsageError
 from mosaic.models import load
 
 NETWORK, TENSORS = network_of("llada")
@@ -196,8 +196,8 @@ def test_dllm_cache_decides_what_it_is_stated_to_decide(intervals: Intervals) ->
 class Idle(phases.PackedSteps):
     """Steps that compute nothing: requests and tokens of each are noted."""
 
-    def __init__(self, rows: int) -> None:
-        super().__init__(NETWORK, phases.Pool.of(NETWORK, rows), 24, 256)
+    def __init__(self, rows: int, longest: int = 256) -> None:
+        super().__init__(NETWORK, phases.Pool.of(NETWORK, rows), 24, longest)
         self.noted = list[list[tuple[int, int]]]()
 
     def step(self, lives: Sequence[phases.Live]) -> None:
@@ -252,6 +252,37 @@ def test_the_scheduler_walks_requests_as_stated() -> None:
     assert overtaken
 
 
+def test_a_batch_is_the_largest_that_fits_and_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stand-in for a card of 100 GiB, of which 1 GiB is not PyTorch's: from 6 requests on a step runs out of memory."""
+    said, tried = list[float](), list[int]()
+
+    class Small(Idle):
+        def step(self, lives: Sequence[phases.Live]) -> None:
+            super().step(lives)
+            tried.append(len(lives))
+            if len(lives) > most and any(live.phase is phases.Phase.REUSE for live in lives):
+                raise torch.OutOfMemoryError("out of memory")
+
+    def build(network: Any, units: int, tokens: int) -> System:
+        return Static(packed_loop(Small(units * 600, LONGEST.length), dual=False), units)
+
+    most = 5
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100 << 30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", said.append)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 16 << 30)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(systems, "driver_bytes", lambda cuda: 17 << 30)
+    monkeypatch.setitem(systems.BASELINES, "fast-dllm", build)
+    loops = systems.Loops(load(CONFIGS["llada"]), cuda=False, budget_bytes=24 << 30, seed=0)
+    assert loops.make("fast-dllm").units == 5 and {1, 2, 4, 8, 6, 5} == {*tried}
+    assert said == [pytest.approx(0.97 * 0.23), pytest.approx(0.23)]
+    loops.close()
+    assert said[2:] == [1.0]
+    most = 0
+    with pytest.raises(DoesNotFit, match=r"fast-dllm: a request of 1,112 positions does not fit 24\.00 GiB"):
+        loops.make("fast-dllm")
+
+
 @pytest.mark.parametrize(
     "make", [lambda steps: Scheduled(steps, 200), lambda steps: Static(packed_loop(steps, dual=False), 2)]
 )
@@ -274,9 +305,10 @@ def test_requests_that_are_forgotten_leave_nothing(make: Callable[[phases.Packed
 def test_a_trace_is_the_same_for_all_and_as_its_kind_says(name: str) -> None:
     kind = KINDS[name]
     found = [*islice(trace(kind, 5), 4000)]
-    assert found == [*islice(trace(kind, 5), 4000)] and digest_of(kind, 5) != digest_of(kind, 6)
+    assert found == [*islice(trace(kind, 5), 4000)] and described(kind, 5) != described(kind, 6)
     for ends, lengths in ((kind.prompts, [one.prompt for one in found]), (kind.answers, [one.answer for one in found])):
         assert ends[0] <= min(lengths) < 1.1 * ends[0] and 0.9 * ends[1] < max(lengths) <= ends[1]
+    assert described(kind, 5)["mean_answer"] == pytest.approx(sum(one.answer for one in found) / 4000, rel=0.05)
     assert all(one.answer % 32 == 0 for one in found) and [one.number for one in found] == [*range(4000)]
     gaps = torch.tensor([one.at_s for one in found]).diff()
     assert gaps.mean() == pytest.approx(1.0, abs=0.1) and gaps.min() >= 0
@@ -284,12 +316,18 @@ def test_a_trace_is_the_same_for_all_and_as_its_kind_says(name: str) -> None:
 
 
 class Fake:
-    """Serves one request after the other, in steps of 5 ms, but for one that never ends."""
+    """Serves one request after the other, in steps of 5 ms by its own clock, but for one that never ends."""
 
     asynchronous = False
 
     def __init__(self, never: int) -> None:
-        self.decided, self.waiting, self.never = 0, list[Asked](), never
+        self.decided, self.waiting, self.never, self.now = 0, list[Asked](), never, 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds + 1e-9
 
     @property
     def is_busy(self) -> bool:
@@ -303,7 +341,7 @@ class Fake:
         self.waiting.clear()
 
     def step(self) -> Found:
-        time.sleep(5e-3)
+        self.sleep(5e-3)
         first = self.waiting.pop(0)
         if first.number == self.never:
             return []
@@ -311,21 +349,60 @@ class Fake:
         return [(first, torch.zeros(first.answer))]
 
 
-@pytest.mark.soak
-def test_latencies_are_of_requests_of_the_first_half_to_their_end_or_to_the_last() -> None:
-    """Requests 0.05 s apart, for half a second; the one that never ends has its age."""
-    arch = NETWORK.arch
-    asked = (Asked(number, float(number), 3, 32) for number in count())
-    found = driving.driven(Fake(never=2), asked, arch, rate=20.0, seconds=0.5, cuda=False)
-    assert (found["came"], found["ended"], found["tokens"]) == (10, 9, 9 * 32)
-    assert (found["counted"], found["unended"]) in [(5, 1), (6, 1)]  # the sixth comes at the middle
-    assert found["latency_most_s"] == pytest.approx(0.4, abs=0.03) and found["latency_median_s"] < 0.04
-    assert found["latency_span_s"] == pytest.approx(0.4, abs=0.03) and found["latency_deviation_s"] > 0.1
-    assert found["steps"] == 10 and found["busy_s"] == pytest.approx(0.05, abs=0.03)
-    asked = (Asked(number, float(number), 3, 32) for number in count())
-    queued = driving.driven(Fake(never=-1), asked, arch, rate=driving.QUEUED, seconds=0.2, cuda=False)
-    assert queued["rate"] is None and queued["came"] == queued["ended"] - 1 + driving.BACKLOG
-    assert queued["tokens_per_s"] == pytest.approx(32 * queued["ended"] / queued["seconds"])
+def test_latencies_are_of_requests_of_the_first_half_to_their_end_or_to_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests 0.1 s apart, for a second; the one that never ends has its age."""
+
+    def driven(system: Fake, **more: Any) -> dict[str, Any]:
+        monkeypatch.setattr(driving, "time", system)
+        asked = (Asked(number, float(number), 3, 32) for number in count())
+        return driving.driven(system, asked, NETWORK.arch, cuda=False, **more)
+
+    found = driven(Fake(never=2), rate=10.0, seconds=0.99)
+    assert (found["came"], found["ended"], found["tokens"], found["steps"]) == (10, 9, 9 * 32, 10)
+    assert (found["counted"], found["unended"]) == (5, 1)
+    expected = torch.tensor([5e-3, 5e-3, 0.79, 5e-3, 5e-3])
+    assert found["latency_mean_s"] == pytest.approx(float(expected.mean()), abs=1e-5)
+    assert found["latency_deviation_s"] == pytest.approx(float(expected.std(correction=0)), abs=1e-5)
+    assert found["latency_most_s"] == pytest.approx(0.79, abs=1e-5) and found["latency_median_s"] < 5.1e-3
+    assert found["latency_span_s"] == pytest.approx(0.785, abs=1e-5) and found["busy_s"] == pytest.approx(
+        0.05, abs=1e-5
+    )
+    queued = driven(Fake(never=-1), rate=driving.QUEUED, seconds=0.3)
+    assert queued["rate"] is None and queued["ended"] == 60 and queued["came"] == 59 + driving.BACKLOG
+    assert queued["tokens_per_s"] == pytest.approx(32 * 200, rel=1e-5)
+
+
+def test_steps_of_a_published_loop_are_told_apart_by_their_place_in_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first takes 3 ms, others 1 ms, by a clock of their own; beside the steps that warm the loop."""
+
+    class Timed(Fake):
+        def step(self) -> Found:
+            self.sleep(3e-3 if self.decided % 32 == 0 else 1e-3)
+            self.decided += 1
+            self.waiting = [] if self.decided == 96 else self.waiting
+            return []
+
+        def reset(self) -> None:
+            self.waiting, self.decided = [], 0
+
+    system = Timed(never=-1)
+    monkeypatch.setattr(sparse_keys, "time", system)
+    monkeypatch.setitem(sparse_keys.BASELINES, "fast-dllm", lambda network, units, tokens, longest: system)
+    found = sparse_keys.measured_plainly(NETWORK, "fast-dllm", prompt=9, answer=96, seconds=1.0)
+    assert {name: (step["timed"], step["times"]) for name, step in found["steps"].items()} == {
+        "full": (3, 3),
+        "later": (93, 93),
+    }
+    assert [step["ms"] for step in found["steps"].values()] == pytest.approx([3, 1], abs=1e-3)
+    assert found["whole"] and found["generation_s"] == pytest.approx(0.102, abs=1e-5)
+    found = sparse_keys.measured_plainly(NETWORK, "fast-dllm", prompt=9, answer=96, seconds=0.01)
+    assert (
+        not found["whole"]
+        and found["steps"]["full"]["timed"] == 2
+        and found["generation_s"] == pytest.approx(0.102, abs=1e-5)
+    )
 
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *given: str) -> dict[str, Any]:
