@@ -137,8 +137,8 @@ class Session(ClosesOnExit):
         """Plan, compile and capture the steps that requests of a table may need, before they come; they take a minute or two.
 
         Afterwards no request waits for a plan, a kernel, a capture or memory; one too many waits for others, or is refused if too
-        few positions are left. Beyond 512 steps, or as many graphs as there is room for, larger steps serve; second graphs of
-        evicting steps may still be made. All take steps that serve every warm config.
+        few positions are left. Beyond 512 steps, or as many graphs as there is room for, larger steps serve. All take steps that
+        serve every warm config.
 
         Parameters
         ----------
