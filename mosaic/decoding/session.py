@@ -199,7 +199,7 @@ class Session(ClosesOnExit):
             raise UsageError(
                 f"tokens: a request with gen_length {found.gen_length:,} takes more than {tokens:,} positions."
             )
-        row = None if self._table is None else table_row(found, arch, prompt, 0)
+        row = None if self._table is None else table_row(found, arch, prompt, 0, self._table.streams_weights)
         if row is None:
             raise UsageError("warm: requests of these options are generators, whose steps are planned as they come.")
         return row
@@ -277,7 +277,7 @@ class Session(ClosesOnExit):
     def _of_options(self, submission: Submission, number: int, prompt: Tensor, config: GenerationConfig) -> _Described:
         """Describe a request by resolved options."""
         arch, tokens = self._runner.architecture, prompt.numel()
-        row = None if self._table is None else table_row(config, arch, tokens, number)
+        row = None if self._table is None else table_row(config, arch, tokens, number, self._table.streams_weights)
         if row is not None and self._table is not None:
             demand, pays = demand_of(row, self._table.holes), row.cut is None or not row.cut.expects
             largest = [] if pays else largest_steps(config, arch, tokens, number)

@@ -25,7 +25,11 @@ class Together(Way):
         whole = {name: g.buffer(name, (step.tokens, width), arch.dtype) for name, width in widths.items()}
         project_rows(step, layer, norm, matrices, whole, "proj", "attention_in")
         self.projected(step, layer, whole["q"], whole["k"], whole["v"])
-        project_out(step, attend(step, layer, whole["q"], whole["k"], whole["v"]), matrices["o_proj"])
+        project_out(step, self.attended(step, layer, whole["q"], whole["k"], whole["v"]), matrices["o_proj"])
 
     def projected(self, step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer) -> None:
         """Register what a policy makes of a layer's queries, keys and values while they exist."""
+
+    def attended(self, step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer) -> Buffer:
+        """Register the attention of one layer; results replace queries."""
+        return attend(step, layer, q, k, v)

@@ -253,20 +253,24 @@ class Packing(Whole):
         whole: tuple[Way, ...] = (_PackingTogether(self),)
         return (*whole, _PackingHeads(self)) if self.selection == "head-centric" else whole
 
-    def pack(self, step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer, chosen: Buffer | None = None) -> None:
-        """Score, select and pack the keys of all heads, or of those of a region, whose part of `chosen` is written."""
+    def pack(
+        self, step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer, chosen: Buffer | None = None,
+        bounds: Buffer | None = None,
+    ) -> None:  # fmt: skip
+        """Score, select and pack the keys of all heads, or of those of a region, whose part of `chosen` is written; of all windows,
+        or those within other `bounds`."""
         g, own, spans = step.g, step.arch.stack[layer].attention, step.inputs["spans"]
-        alone = self.selection == "head-centric"
+        alone, bounds = self.selection == "head-centric", bounds or step.cu_seqlens
         each, members = (1, 1) if alone else (own.heads // own.kv_heads, own.heads)
         scores = g.add_op(
-            "score_keys", q, k, spans, step.cu_seqlens, name="scores", head_size=own.head_size, each=each, over=self.group,
+            "score_keys", q, k, spans, bounds, name="scores", head_size=own.head_size, each=each, over=self.group,
         )  # fmt: skip
         chosen = g.add_op(
-            "select_keys", scores, spans, step.cu_seqlens, out=chosen, name="select", members=members, pool=self.pool,
+            "select_keys", scores, spans, bounds, out=chosen, name="select", members=members, pool=self.pool,
             pools="sum" if self.selection == "uniform-published" else "each",
         )  # fmt: skip
         g.add_op(
-            "pack_keys", k, v, chosen, spans, step.cu_seqlens, step.inputs["packed_extents"], g[PACKED.name], name="pack",
+            "pack_keys", k, v, chosen, spans, bounds, step.inputs["packed_extents"], g[PACKED.name], name="pack",
             layer=key_row(step.arch).places[layer], kv_heads=own.kv_heads, head_size=own.head_size,
         )  # fmt: skip
 
