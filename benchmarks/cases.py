@@ -26,6 +26,7 @@ __all__ = [
     "in_own_process",
     "options",
     "parse_ratio",
+    "reaching",
     "sizes",
     "tag_of",
     "token_counts",
@@ -82,6 +83,12 @@ def sizes(text: str) -> tuple[int, ...]:
 def parse_ratio(text: str) -> tuple[float, ...]:
     """`0.1,0.5` as shares."""
     return tuple(float(part) for part in text.split(","))
+
+
+def reaching(model: Model, positions: int) -> Model:
+    """The model, with a rotary scaling where it was trained on fewer positions: times are the same."""
+    factor = -(-positions // model.architecture.max_context)
+    return model if factor == 1 else model.with_rope_scaling("yarn", factor)
 
 
 def device_of(result: Mapping[str, Any]) -> Device:

@@ -37,6 +37,8 @@ from benchmarks import (
     unembed,
 )
 from benchmarks.bench import ENGINES
+from benchmarks.dllm_serve import tables as dllm_serve
+from benchmarks.dllm_serve.curves import write_curves
 from benchmarks.figures import FIGURES, HEADLINE, points_of
 from benchmarks.record import ROOT, load_results, source_line, table
 from mosaic.units import GIB, MIB, format_bytes
@@ -267,6 +269,7 @@ SECTIONS: Final[Mapping[str, tuple[str, Callable[[Sequence[Result]], str]]]] = {
     "planning": ("planning", planning.section),
     "resident": ("resident", resident.section),
     "keys": ("keys", sparse_keys.section),
+    "dllm-serve": ("dllm-serve", dllm_serve.section),
     "search": ("search", search.section),
 }
 """Marker in docs/performance.md or docs/records.md -> kind of result, and what writes the section."""
@@ -369,13 +372,11 @@ def write_plots(folder: Path) -> list[Path]:
 
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
-    return small_models.write_plots(
-        load_results("training"),
-        load_results("quality"),
-        load_results("estimation"),
-        load_results("decodability"),
-        folder,
-    )
+    kinds = ("training", "quality", "estimation", "decodability")
+    return [
+        *small_models.write_plots(*map(load_results, kinds), folder),
+        *write_curves(load_results("dllm-serve"), folder),
+    ]
 
 
 def main() -> None:

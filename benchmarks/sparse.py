@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 import mosaic
 from benchmarks.block import fill, with_block
-from benchmarks.cases import Clock, device_of, options, tag_of, token_counts
+from benchmarks.cases import Clock, device_of, options, reaching, tag_of, token_counts
 from benchmarks.flashinfer_steps import FlashInferSteps, with_flashinfer
 from benchmarks.floor import Floor, keys_read
 from benchmarks.plain_blocks import plain_step_ms
@@ -153,12 +153,6 @@ def _schedule(family: str, steps: int) -> dict[str, Any]:
     return {"steps": steps} | ({"threshold": 1.0} if family == "llada2" else STATIC)
 
 
-def _reaching(model: Model, positions: int) -> Model:
-    """The model, with a rotary scaling where it was trained on fewer positions: times are the same."""
-    factor = -(-positions // model.architecture.max_context)
-    return model if factor == 1 else model.with_rope_scaling("yarn", factor)
-
-
 def _policy(name: str, k: int) -> SparseAttention | PrefixReuse:
     """The options of a preset's name, with this number of keys if it selects keys."""
     chosen = attention_policy(name)
@@ -252,7 +246,7 @@ def main(arguments: Sequence[str]) -> None:
     plain = [*product(asked.prefix, asked.steps)] if PLAIN in wanted else []
     flashinfer = [*product(asked.prefix, asked.batch, asked.steps)] if FLASHINFER in wanted else []
     for name in asked.models:
-        described = _reaching(with_block(name, BLOCK, asked.layers), max(asked.prefix) + BLOCK + GENERATED)
+        described = reaching(with_block(name, BLOCK, asked.layers), max(asked.prefix) + BLOCK + GENERATED)
         result: dict[str, Any] = {
             "environment": environment(METHOD),
             "model": name,

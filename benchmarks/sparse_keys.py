@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import mosaic
 from benchmarks.bench.meters import card, driver_bytes, synchronise
-from benchmarks.cases import Clock, cut, device_of, options, tag_of, token_counts
+from benchmarks.cases import Clock, cut, device_of, options, reaching, tag_of, token_counts
 from benchmarks.floor import Floor
 from benchmarks.record import environment, source_line, table, write
 from benchmarks.step_kernels import kernel_ms
@@ -34,6 +34,7 @@ from mosaic.decoding import GenerationConfig, Session
 from mosaic.decoding.streaming import Step
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.models import load
+from mosaic.models.phase import FULL_STEP
 from mosaic.models.policies.sparse_keys import SparseKeys
 from mosaic.planner import Plan
 from mosaic.runtime.compiled import CompiledModel
@@ -118,7 +119,7 @@ class Watch:
             return "full" if first else "later"
         if step.phase == "reuse" and first and self._shifted:
             return "reuse_first"
-        return step.phase if step.phase in ("refresh", "reuse") else "full"
+        return step.phase if step.phase in ("refresh", "windowed", "reuse") else "full"
 
 
 def _config(way: str | SparseKeys, answer: int, *, shifted: bool) -> GenerationConfig:
@@ -127,6 +128,13 @@ def _config(way: str | SparseKeys, answer: int, *, shifted: bool) -> GenerationC
     return GenerationConfig(
         gen_length=answer, block_length=BLOCK, stop_at_eos=False, cache=None if way == DENSE else way, **one
     )
+
+
+def _before_others(way: str | SparseKeys) -> int:
+    """The steps before all kinds of step have run, but for the first and those of Reuse."""
+    if not isinstance(way, SparseKeys):
+        return 0
+    return way.delay if way.sample is None else BLOCK * way.interval
 
 
 def _times(way: str | SparseKeys, answer: int, *, shifted: bool) -> dict[str, int]:
@@ -160,7 +168,7 @@ def measured(
     times = _times(way, answer, shifted=arch.shifted)
     with Session(model) as session:
         session.submit(ids, config)  # which may move weights; and the first steps of a size are planned and captured
-        session.advance(1 if way == DENSE else 1 + WARM + (way.delay if isinstance(way, SparseKeys) else 0))
+        session.advance(1 if way == DENSE else 1 + WARM + _before_others(way))
     watch = Watch(way, shifted=arch.shifted)
     with Session(model) as session:
         began = time.perf_counter()
@@ -214,11 +222,13 @@ def _floor_ms(result: Mapping[str, Any], point: Mapping[str, Any], step: str) ->
     floor, length = Floor(arch, device_of(result)), point["prompt"] + point["answer"]
     if step in FULL:
         return 1e3 * floor.of(tokens=length, rows=BLOCK, keys=[float(length)] * arch.layers)
-    keys = length
+    keys, tokens = length, BLOCK + (step == "reuse_first")
     if point["options"] is not None:
-        chosen = SparseKeys(**point["options"])
-        keys = chosen.rows(length, min(BLOCK * chosen.interval, point["answer"]))
-    tokens = BLOCK + (step == "reuse_first")
+        sizes = SparseKeys(**point["options"]).steps(FULL_STEP, length, BLOCK, answer=point["answer"])
+        (keys,) = sizes["reuse"].keys
+        if step == "windowed":
+            (tokens,) = sizes[step].windows  # and those of its keys that are packed are counted twice
+            keys += tokens
     return 1e3 * floor.of(tokens=tokens, rows=1, keys=[float(keys)] * arch.layers)  # whenever rows are decided
 
 
@@ -299,8 +309,9 @@ def main(arguments: Sequence[str]) -> None:
         "environment": environment(METHOD), "model": name, "device": asked.device, "layers": asked.layers,
         "answer": asked.answer, "card": card(on_card), "points": points,
     }  # fmt: skip
+    reached = reaching(cut(load(name), asked.layers), max(asked.prompt) + asked.answer)
     with mosaic.compile(
-        cut(load(name), asked.layers), device=asked.device, budget=asked.budget, host_budget=asked.host_budget,
+        reached, device=asked.device, budget=asked.budget, host_budget=asked.host_budget,
         seed=asked.seed,
     ) as model:  # fmt: skip
         for way, prompt in clock.while_left([*product(ways, asked.prompt)], print):

@@ -1,6 +1,7 @@
 """Sparse keys stated apart from Mosaic: a loop over one canvas in float64, position by position and head by head.
 
-`fast_dllm` of `test_decoding` with the keys of the context cut down as dLLM-Serve describes it (sections 2.3 and 4.5).
+`fast_dllm` of `test_decoding` with the keys of the context cut down as dLLM-Serve describes it (sections 2.3 and 4.5); and windowed
+refreshes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,19 @@ class Options:
     pool: int = 3
     interval: int = 1
     delay: int = 0
+    sample: float | None = None
+    near: int = 32
+
+    def outside(self, prompt: int) -> tuple[int, int]:
+        """With `sample`, the positions before the answer's side, and their parts: all of one length, the fewest that are no shorter
+        than the sample."""
+        positions = max(prompt - self.near, 1)
+        parts = 0
+        while self.sample and parts < positions and (parts + 1) * Fraction(str(self.sample)) <= 1:
+            parts += 1
+        while parts and positions % parts:
+            positions -= 1
+        return positions, parts
 
 
 @dataclass
@@ -59,11 +73,11 @@ class Stated:
         turned = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * positions[:, None, None] * speed)
         return torch.cat([turned.real, turned.imag], -1)
 
-    def forward(self, tokens: Tensor, start: int, kept: Kept | None) -> Forward:
-        """A window that sees itself and, by head, what was kept of others."""
+    def forward(self, tokens: Tensor, rows: list[int], kept: Kept | None) -> Forward:
+        """Tokens at some positions, which see themselves and, by head, what was kept of others."""
         arch, tensors = self.arch, self.tensors
         size, group = arch.attention.head_size, arch.attention.heads // arch.attention.kv_heads
-        positions, seen = torch.arange(start, start + len(tokens)), []
+        positions, seen = torch.tensor(rows), []
         x = tensors[arch.names.embedding][tokens]
         for layer in range(arch.layers):
             name = {n: getattr(arch.names, n).format(layer=layer) for n in
@@ -75,7 +89,7 @@ class Stated:
             outputs = []
             for head in range(arch.attention.heads):
                 own = [] if kept is None else kept[layer][head // group]
-                own = [entry for entry in own if not start <= entry[0] < start + len(tokens)]
+                own = [entry for entry in own if entry[0] not in rows]
                 keys = torch.stack([*k[:, head // group], *(key for _, key, _ in own)])
                 values = torch.stack([*v[:, head // group], *(value for _, _, value in own)])
                 outputs.append((q[:, head] @ keys.T / size**0.5).softmax(-1) @ values)
@@ -85,15 +99,19 @@ class Stated:
             x = x + (torch.nn.functional.silu(gate) * up) @ tensors[name["down"]].T
         return Forward(self.net.unembed(self.norm(x, arch.names.final_norm)).float(), seen)
 
-    def keep(self, found: Forward, block: range, span: range, chosen: Options) -> Kept:
-        """What each head keeps: the best candidates, and the span."""
+    def keep(
+        self, found: Forward, rows: list[int], block: range, span: range, chosen: Options, before: Kept | None = None
+    ) -> Kept:
+        """What each head keeps of these rows: the best candidates, and the span. Of what was kept `before`, all at other positions
+        stays, and it keeps as many candidates as it had."""
         kept: Kept = []
-        for q, k, v in found.seen:
-            length, heads, kv_heads = len(q), q.shape[1], k.shape[1]
-            candidates = [p for p in range(length) if p not in span]
-            count = max(1, floor(Fraction(str(chosen.retention)) * len(candidates)))
-            mean = q[block.start : block.stop].mean(0)
-            of_heads = [[float(mean[h] @ k[p, h * kv_heads // heads]) for p in candidates] for h in range(heads)]
+        for layer, (q, k, v) in enumerate(found.seen):
+            heads, kv_heads, at_row = q.shape[1], k.shape[1], {p: row for row, p in enumerate(rows)}
+            candidates = [p for p in rows if p not in span]
+            mean = q[[at_row[p] for p in block]].mean(0)
+            of_heads = [
+                [float(mean[h] @ k[at_row[p], h * kv_heads // heads]) for p in candidates] for h in range(heads)
+            ]
             kept.append([])
             for kv_head in range(kv_heads):
                 own = of_heads[kv_head * heads // kv_heads : (kv_head + 1) * heads // kv_heads]
@@ -104,9 +122,13 @@ class Stated:
                 else:
                     combine = max if chosen.group == "max" else lambda each: sum(each) / len(each)
                     totals = pooled([combine(each) for each in zip(*own, strict=True)], chosen.pool)
+                count, stays = max(1, floor(Fraction(str(chosen.retention)) * len(candidates))), []
+                if before is not None:
+                    count = len([p for p, _, _ in before[layer][kv_head] if p in candidates])
+                    stays = [entry for entry in before[layer][kv_head] if entry[0] not in rows]
                 order = sorted(range(len(candidates)), key=lambda at: (-totals[at], at))[:count]
                 taken = [candidates[at] for at in order] + [*span]
-                kept[-1].append([(p, k[p, kv_head], v[p, kv_head]) for p in taken])
+                kept[-1].append([*stays, *((p, k[at_row[p], kv_head], v[at_row[p], kv_head]) for p in taken)])
         return kept
 
     def renew(self, kept: Kept, found: Forward, start: int) -> Kept:
@@ -129,25 +151,37 @@ class Stated:
         """Return the canvas and what each step was."""
         x, open_ = canvas_of(self.net, prompt, len(prompt) + gen)
         dreams, said, kept, span = self.arch.shifted, [], None, range(0)
-        width = block * chosen.interval
+        width, windowed = block * chosen.interval, 0
         for start in range(len(prompt), len(x), block):
             low = start - (start - len(prompt)) % width
             counts, number = spread(block, steps * block // gen) if steps else [], 0
             while left := [p for p in sorted(open_) if start <= p < start + block]:
                 first = 0
-                if start in span or number > chosen.delay:
+                if start in span and chosen.sample is not None and number == 0 and start == low:
+                    outside, parts = chosen.outside(len(prompt))
+                    size = outside // parts if parts else 0
+                    begin = (parts - 1 - windowed % parts) * size if parts else 0
+                    rows, windowed = [*range(begin, begin + size), *span], windowed + 1
+                    found = self.forward(x[rows], rows, kept)
+                    kept = self.keep(found, rows, range(start, start + block), span, chosen, kept)
+                    logits_at = {p: row for row, p in enumerate(rows)}
+                    said.append("windowed")
+                elif start in span or number > chosen.delay:
                     first = start - (dreams and start in open_)
-                    found = self.forward(x[first : start + block], first, kept)
+                    found = self.forward(x[first : start + block], [*range(first, start + block)], kept)
+                    logits_at = {p: p - first for p in range(first, start + block)}
                     kept = self.renew(kept, found, first)
                     said.append("reuse")
                 else:
-                    found = self.forward(x, 0, None)
+                    found, logits_at = self.forward(x, [*range(len(x))], None), {p: p for p in range(len(x))}
                     said.append("full_step" if number < chosen.delay else "refresh")
                     if number == chosen.delay:
                         span = range(low, min(low + width, len(x)))
-                        kept = self.keep(found, range(start, start + block), span, chosen)
+                        if chosen.sample is not None:
+                            span = range(chosen.outside(len(prompt))[0], len(x))
+                        kept = self.keep(found, [*range(len(x))], range(start, start + block), span, chosen)
                 logits = shifted(found.logits) if dreams else found.logits
-                drawn = {p: draw(logits[p - first], len(said) - 1, p) for p in left}
+                drawn = {p: draw(logits[logits_at[p]], len(said) - 1, p) for p in left}
                 scores: dict[int, Any] = {p: score for p, (_, score) in drawn.items()}
                 ranked = best(scores, len(left))
                 if number == 0 and dreams:

@@ -92,6 +92,9 @@ def test_sparse_keys_are_planned_as_a_refresh_and_reuse(mosaic: Any) -> None:
     refresh, reuse = given["steps"]["refresh"], given["steps"]["reuse"]
     assert refresh["packed_bytes"] == reuse["packed_bytes"] > (16384 - 32) // 10 * 2 * 4096 * 32 * 2
     assert refresh["predicted_step_ms"] > 50 * reuse["predicted_step_ms"]
+    windowed = mosaic(*ask[:-1], "sparse:retention=0.1:sample=1/8", "--json").json["steps"]
+    assert {name: step["times"] for name, step in windowed.items()} == {"refresh": 1, "windowed": 3, "reuse": 124}
+    assert reuse["predicted_step_ms"] < windowed["windowed"]["predicted_step_ms"] < refresh["predicted_step_ms"] / 8
     few = mosaic(*ask, "--budget", "14GiB")
     assert few.code == 3 and "smallest budget for this request" in few.out
 

@@ -812,6 +812,8 @@ def test_memory_cases_cover_every_kernel() -> None:
         "score_keys",  # test_sparse_keys_kernels
         "select_keys",
         "pack_keys",
+        "bound_parts",
+        "packed_attention",
         "row_sample",  # test_sampling
         "unembed_sample",
         "guide",  # test_selection

@@ -49,7 +49,8 @@ def cases() -> Iterator[dict[str, Case]]:
 
 
 def spelled(chosen: Options) -> str:
-    return "sparse:" + ":".join(f"{name}={value}" for name, value in vars(chosen).items())
+    left_out = () if chosen.sample is not None else ("sample", "near")
+    return "sparse:" + ":".join(f"{name}={value}" for name, value in vars(chosen).items() if name not in left_out)
 
 
 def some_options(rng: random.Random) -> tuple[Options, dict[str, Any]]:
@@ -57,8 +58,11 @@ def some_options(rng: random.Random) -> tuple[Options, dict[str, Any]]:
     chosen = Options(
         retention=rng.choice([0.05, 0.29, 0.5, 1.0]), selection=selection, pool=rng.choice([1, 3, 5]),
         group=rng.choice(["max", "mean"]) if selection == "head-centric" else "max", interval=rng.choice([1, 1, 2, 3]),
-        delay=rng.randint(0, 1),
     )  # fmt: skip
+    if rng.random() < 0.5:
+        chosen.delay = rng.randint(0, 1)
+    else:
+        chosen.sample, chosen.near = rng.choice([0, 0.125, 0.3, 0.5, 1]), rng.choice([0, 2, 32])
     return chosen, rng.choice([{"threshold": 0.3}, {"threshold": 1.0}, {"factor": 0.8}])
 
 
@@ -142,6 +146,15 @@ def test_a_refresh_at_every_step_is_the_plain_algorithm(cases: dict[str, Case]) 
         )
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_windowed_refresh_of_everything_is_a_whole_one(cases: dict[str, Case], family: str) -> None:
+    """The whole prompt is sampled. With all keys kept that is the dual cache."""
+    case, prompt = cases[family], prompt_of(11)
+    options = {"algorithm": "fast-dllm", "block_length": 6, "threshold": 0.4, "gen_length": 24, "stop_at_eos": False}
+    expected = fast_dllm(case.network, prompt, 24, 6, "dual", Draw(scaled=family == "dream"), threshold=0.4)
+    assert_same(case, prompt, expected, cache="sparse:retention=1:sample=1:near=3", **options)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_heads_at_a_time_streams_and_the_host_change_nothing(cases: dict[str, Case], way: str) -> None:
     given = {
@@ -149,14 +162,14 @@ def test_heads_at_a_time_streams_and_the_host_change_nothing(cases: dict[str, Ca
         "block_length": 4,
         "threshold": 0.3,
         "gen_length": 12,
-        "cache": "sparse:retention=0.3",
+        "cache": "sparse:retention=0.3:sample=0.5",
     }
     steps: list[Step] = []
     plain = cases["dream"].generate([prompt_of(150)], **given)[0]
     other = cases[way].generate([prompt_of(150)], on_step=steps.append, **given)[0]
     assert plain.token_ids.tolist() == other.token_ids.tolist()
     took = {step.phase: step.plan.config for step in steps}
-    assert took.keys() == {"refresh", "reuse"} and WAYS[way]["config"].items() <= took["refresh"].items()
+    assert took.keys() == {"refresh", "windowed", "reuse"} and WAYS[way]["config"].items() <= took["refresh"].items()
 
 
 def test_requests_of_one_session_get_what_they_get_alone(cases: dict[str, Case]) -> None:
@@ -237,7 +250,7 @@ def test_no_layer_keeps_its_full_keys() -> None:
 
 def test_steps_are_no_larger_than_their_sizes(cases: dict[str, Case]) -> None:
     for family in FAMILIES:
-        for chosen in (SparseKeys(interval=2, delay=1), SparseKeys(retention=1.0)):
+        for chosen in (SparseKeys(interval=2, delay=1), SparseKeys(retention=1.0), SparseKeys(sample=0.5, near=2)):
             case = cases[family]
             case.generate(
                 [prompt_of(14)], algorithm="fast-dllm", gen_length=12, block_length=4, threshold=0.3, cache=chosen
@@ -267,6 +280,14 @@ def test_the_largest_context_counts_the_packed_keys() -> None:
         ("llada", "sparse:interval=0", "cache: interval is 0; it must be a number of blocks, at least 1."),
         ("llada", "sparse:pool=4", "cache: pool is 4; it must be an odd number of positions."),
         ("llada", "sparse:delay=2", "cache: delay is 2; it must be 0 or 1."),
+        ("llada", "sparse:sample=1.5", r"cache: sample is 1.5; it must be a share of the prompt, in \[0, 1\]."),
+        (
+            "llada",
+            "sparse:sample=0:delay=1",
+            "cache: a delay computes every block in full; leave out delay, or sample.",
+        ),
+        ("llada", "sparse:sample=0:near=-1", "cache: near is -1; it must be a number of tokens."),
+        ("llada", "sparse:near=4", "cache: near is about windowed refreshes; give a sample too, or leave it out."),
         ("llada", "sparse:selection=global", "unknown cache's selection 'global'"),
         (
             "llada",
@@ -308,3 +329,9 @@ def test_requests_without_what_the_phases_need_are_refused(cases: dict[str, Case
                 StepRequest(phase=sizes[name].phase, token_ids=prompt_of(16), rows=torch.tensor([3]), current=torch.tensor([95]))
             ])  # fmt: skip
     assert PACKED.name == "packed"
+    windowed = SparseKeys(sample=0.5).renewing(phase)
+    given = {"positions": torch.arange(16, dtype=torch.int32), "spans": (8, 12, 8, 16, 4)}
+    with pytest.raises(UsageError, match="a windowed Refresh needs 'spans' and 'part'"):
+        runner.step([
+            StepRequest(phase=windowed, token_ids=prompt_of(16), rows=torch.tensor([9]), current=torch.tensor([95]), values=given)
+        ])  # fmt: skip

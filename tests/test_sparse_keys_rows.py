@@ -120,7 +120,8 @@ def test_which_requests_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of long canvases take heads in turn, and where weights are streamed a request's steps go together."""
     llada, dream = (load(name).architecture for name in ("llada-8b", "dream-7b"))
     for arch, length, given, tabled in (
-        (llada, 8192, {}, True), (llada, 8193, {}, False), (dream, 8192, {"threshold": 0.9}, True),
+        (llada, 8192, {}, True), (llada, 8193, {}, False),
+        (llada, 300, {"cache": "sparse:sample=0.5"}, False), (dream, 8192, {"threshold": 0.9}, True),
         (dream, 300, {"steps": 128, "algorithm": "llada"}, False), (llada, 300, {"steps": 128, "algorithm": "llada"}, True),
     ):  # fmt: skip
         config = resolve(

@@ -83,6 +83,16 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
         yield "select_keys", {**ranked, **spans, "pools": pools}
     packed = {"kv": kv, "extents": empty(1, 4, dtype=index), "chosen": chosen, "layer": 3, "kv_heads": 8}
     yield "pack_keys", {**narrow, **packed, **spans, "head_size": size}
+    held = {"held": empty(8, 512, dtype=torch.int32), "held_row": empty(1, dtype=index), "slot": 3}
+    yield "pack_keys", {**narrow, **packed, **spans, **held, "head_size": size}
+    yield (
+        "select_keys",
+        {"scores": scores[:8], "chosen": chosen, "members": 1, "pool": 3, **spans, **held, "kv_heads": 8},
+    )
+    bounded = {"held": held["held"], "held_rows": empty(1, 2, dtype=index), "slot": 3, "kv_heads": 8, "heads": 1}
+    yield "bound_parts", {"chosen": chosen, **spans, **bounded}
+    del packed["chosen"]
+    yield "packed_attention", {"q": x, **narrow, **packed, **spans, **held, "y": x, **attrs}
     freq = {"positions": empty(32, dtype=torch.int32), "inv_freq": empty(size // 2, dtype=wide)}
     few = {"k": empty(32, 1024), "v": empty(32, 1024), **where, **freq, "layer": 3, "head_size": size}
     yield "rotary_store", {"q": x[:32], **few}

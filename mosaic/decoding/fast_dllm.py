@@ -52,11 +52,11 @@ def _phase(config: GenerationConfig, architecture: Architecture, *, first: bool 
 
 
 def row(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> TableRow | None:
-    """Return what a table has to know of a request. The generator has sparse keys of long canvases, and caches on shifted models
-    with steps of several tokens: there a step that follows the schedule commits one."""
+    """Return what a table has to know of a request. The generator has sparse keys of long canvases or with windowed refreshes,
+    and caches on shifted models with steps of several tokens: there a step that follows the schedule commits one."""
     block, least, shifted = config.block_length or 1, config.threshold, architecture.shifted
     sparse, length = config.cache if isinstance(config.cache, SparseKeys) else None, prompt_len + config.gen_length
-    if sparse is not None and length > MOST_REFRESHED:
+    if sparse is not None and (length > MOST_REFRESHED or sparse.sample is not None):
         return None
     if shifted and config.cache and config.steps and least is None and counts(config)[0] > 1:
         return None

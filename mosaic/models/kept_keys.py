@@ -6,6 +6,7 @@ positions: keys are stored with their rotation in whatever rows a sequence owns.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +16,7 @@ from mosaic.errors import UnsupportedModel
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
-__all__ = ["KeyRow", "attending", "key_row"]
+__all__ = ["KeyRow", "attending", "head_row", "key_row"]
 
 
 class KeyRow(NamedTuple):
@@ -33,12 +34,24 @@ def key_row(arch: Architecture, windowed: bool | None = None) -> KeyRow:
     A layer begins at a multiple of its width, and a row is a multiple of every layer's width, so that operators can
     count rows and places in widths of their own layer. No column is unused if every width divides the widest.
     """
-    widths = {
-        number: 2 * layer.attention.kv_width
-        for number, layer in enumerate(arch.stack)
-        if windowed in (None, layer.attention.window > 0)
-    }
-    places, end = [0] * arch.layers, 0
+    return _row(
+        arch.layers,
+        {
+            number: 2 * layer.attention.kv_width
+            for number, layer in enumerate(arch.stack)
+            if windowed in (None, layer.attention.window > 0)
+        },
+    )
+
+
+@lru_cache(maxsize=64)
+def head_row(arch: Architecture) -> KeyRow:
+    """Lay out two numbers for each key-value head of all layers likewise."""
+    return _row(arch.layers, {number: 2 * layer.attention.kv_heads for number, layer in enumerate(arch.stack)})
+
+
+def _row(layers: int, widths: Mapping[int, int]) -> KeyRow:
+    places, end = [0] * layers, 0
     for layer in sorted(widths, key=lambda layer: -widths[layer]):
         places[layer] = -(-end // widths[layer])
         end = (places[layer] + 1) * widths[layer]

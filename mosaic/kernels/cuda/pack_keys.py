@@ -17,7 +17,7 @@ ROWS: Final = 32
 WARPS: Final = 4
 
 
-@triton.jit(do_not_specialize=["layer", "row_start", "sequences"])
+@triton.jit(do_not_specialize=["layer", "column_of_layer", "row_start", "sequences"])
 def pack_keys_kernel(
     k,
     v,
@@ -26,14 +26,19 @@ def pack_keys_kernel(
     cu_seqlens,
     extents,
     kv,
+    held,
+    held_row,
     k_stride,
     v_stride,
     chosen_stride,
     kv_stride,
+    held_stride,
     layer,
+    column_of_layer,
     row_start,
     sequences,
     SEQUENCES: tl.constexpr,
+    HELD: tl.constexpr,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -48,7 +53,14 @@ def pack_keys_kernel(
     while start < until:
         end = tl.load(cu_seqlens + sequence + 1)
         span = tl.load(spans + 5 * sequence + 3) - tl.load(spans + 5 * sequence + 2)
-        count = tl.load(spans + 5 * sequence + 4) + span
+        kept = tl.load(spans + 5 * sequence + 4)
+        first = 0
+        own = kept
+        if HELD:  # of `own` keys the first goes to the row `first`
+            bounds = held + tl.load(held_row + sequence) * held_stride + column_of_layer + 2 * head
+            first = tl.load(bounds)
+            own = tl.load(bounds + 1) - first
+        count = own + span
         row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK) - start
         mine = (row >= 0) & (row < count) & (start < end)
         taken = tl.load(chosen + head.to(tl.int64) * chosen_stride + start + row, mask=mine, other=0).to(tl.int64)
@@ -57,7 +69,7 @@ def pack_keys_kernel(
         values = tl.load(v + taken[:, None] * v_stride + from_, mask=mask)
         rows = tl.load(extents + 4 * sequence + 1)
         to = kv + tl.load(extents + 4 * sequence) * kv_stride + (2 * layer * HEADS + row_start + head) * SIZE * rows
-        place = to + row[:, None] * SIZE + column[None, :]
+        place = to + tl.where(row < own, first + row, kept + row - own)[:, None] * SIZE + column[None, :]
         tl.store(place, keys.to(kv.dtype.element_ty), mask=mask)
         tl.store(place + HEADS * SIZE * rows, values.to(kv.dtype.element_ty), mask=mask)
         sequence += 1
@@ -66,7 +78,8 @@ def pack_keys_kernel(
 
 def launch(
     *, k: Tensor, v: Tensor, chosen: Tensor, spans: Tensor, cu_seqlens: Tensor, extents: Tensor, kv: Tensor, layer: int,
-    kv_heads: int, head_size: int, row_start: int = 0, scratch: Tensor | None = None,
+    kv_heads: int, head_size: int, held: Tensor | None = None, held_row: Tensor | None = None, slot: int = 0,
+    row_start: int = 0, scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Update kv."""
     heads, sequences = k.shape[1] // head_size, spans.shape[0]
@@ -78,14 +91,19 @@ def launch(
         cu_seqlens,
         extents,
         kv,
+        spans if held is None else held,
+        spans if held_row is None else held_row,
         k.stride(0),
         v.stride(0),
         chosen.stride(0) if chosen.shape[0] == heads else 0,
         kv.stride(0),
+        0 if held is None else held.stride(0),
         layer,
+        2 * slot * kv_heads,
         row_start,
         sequences,
         SEQUENCES=power_of_two(sequences, 1 << 16, least=SEQUENCES),
+        HELD=held is not None,
         HEADS=kv_heads,
         SIZE=head_size,
         BLOCK=ROWS,

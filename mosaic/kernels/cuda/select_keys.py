@@ -90,14 +90,30 @@ def bits_of(totals, candidate, count):
     return tl.where(candidate < count, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000)
 
 
-@triton.jit
-def choose_kernel(totals, spans, cu_seqlens, chosen, totals_stride, chosen_stride, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["column"])
+def choose_kernel(
+    totals,
+    spans,
+    cu_seqlens,
+    held,
+    held_row,
+    chosen,
+    totals_stride,
+    held_stride,
+    chosen_stride,
+    column,
+    HELD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     own = tl.program_id(0).to(tl.int64)
     sequence = tl.program_id(1)
     start = tl.load(cu_seqlens + sequence)
     low = tl.load(spans + 5 * sequence + 2)
     high = tl.load(spans + 5 * sequence + 3)
     kept = tl.load(spans + 5 * sequence + 4)
+    if HELD:
+        bounds = held + tl.load(held_row + sequence) * held_stride + column + 2 * own
+        kept = tl.load(bounds + 1) - tl.load(bounds)
     count = tl.load(cu_seqlens + sequence + 1) - start - (high - low)
     mine = totals + own * totals_stride + start
     to = chosen + own * chosen_stride + start
@@ -134,6 +150,7 @@ def choose_kernel(totals, spans, cu_seqlens, chosen, totals_stride, chosen_strid
 
 def launch(
     *, scores: Tensor, spans: Tensor, cu_seqlens: Tensor, chosen: Tensor, members: int, pool: int, pools: str = "each",
+    held: Tensor | None = None, held_row: Tensor | None = None, slot: int = 0, kv_heads: int = 1,
     scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the chosen rows of each sequence and list into chosen [N, T]."""
@@ -155,5 +172,17 @@ def launch(
     )
     tile = power_of_two(-(-rows // sequences), TILE, least=LEAST)
     choose_kernel[(lists, sequences)](
-        totals, spans, cu_seqlens, chosen, rows, chosen.stride(0), BLOCK=tile, num_warps=max(1, min(WARPS, tile // 256))
+        totals,
+        spans,
+        cu_seqlens,
+        spans if held is None else held,
+        spans if held_row is None else held_row,
+        chosen,
+        rows,
+        0 if held is None else held.stride(0),
+        chosen.stride(0),
+        2 * slot * kv_heads,
+        HELD=held is not None,
+        BLOCK=tile,
+        num_warps=max(1, min(WARPS, tile // 256)),
     )

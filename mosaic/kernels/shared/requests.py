@@ -136,8 +136,8 @@ def alone(table_SC: Ints) -> NDArray[np.bool_]:
 
 def marked(table_SC: Ints) -> NDArray[np.bool_]:
     """Return whether the next step of each request's block has its bit in MARKS, [S]; of packed keys, and computes the span."""
-    narrow = (table_SC[:, Column.WINDOW] == PACKED) & (table_SC[:, Column.WIDE] == 0)
-    return _has_bit(table_SC, table_SC[:, Column.NUMBER]) & ~narrow
+    anyway: NDArray[np.bool_] = (table_SC[:, Column.WINDOW] != PACKED) | (table_SC[:, Column.WIDE] != 0)
+    return anyway & _has_bit(table_SC, table_SC[:, Column.NUMBER])
 
 
 def packed_spans(table_SC: Ints) -> tuple[Ints, Ints, Ints]:

@@ -20,12 +20,21 @@ class Together(Way):
 
     def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]) -> None:
         """Project, attend, add to the residual."""
+        q, k, v = self.whole(step, layer, norm, matrices)
+        self.projected(step, layer, q, k, v)
+        project_out(step, self.attended(step, layer, q, k, v), matrices["o_proj"])
+
+    def whole(
+        self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]
+    ) -> tuple[Buffer, Buffer, Buffer]:
+        """Register the queries, keys and values of all tokens and heads."""
         g, arch, own = step.g, step.arch, step.arch.stack[layer].attention
-        widths = {"q": own.width, "k": own.kv_width, "v": own.kv_width}
-        whole = {name: g.buffer(name, (step.tokens, width), arch.dtype) for name, width in widths.items()}
-        project_rows(step, layer, norm, matrices, whole, "proj", "attention_in")
-        self.projected(step, layer, whole["q"], whole["k"], whole["v"])
-        project_out(step, self.attended(step, layer, whole["q"], whole["k"], whole["v"]), matrices["o_proj"])
+        q, k, v = (
+            g.buffer(name, (step.tokens, width), arch.dtype)
+            for name, width in (("q", own.width), ("k", own.kv_width), ("v", own.kv_width))
+        )
+        project_rows(step, layer, norm, matrices, {"q": q, "k": k, "v": v}, "proj", "attention_in")
+        return q, k, v
 
     def projected(self, step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer) -> None:
         """Register what a policy makes of a layer's queries, keys and values while they exist."""

@@ -15,17 +15,15 @@ from mosaic.models.attention.projections import attend
 from mosaic.models.attention.together import Together
 from mosaic.models.inputs import together
 from mosaic.models.kept_keys import key_row
-from mosaic.models.policies.policy import BlockStep, with_parts
-from mosaic.models.policies.sparse_keys import Keeping, Packed, Packing
+from mosaic.models.policies.packed_keys import Packed, Packing
 
 if TYPE_CHECKING:
     from mosaic.models.attention import Way
     from mosaic.models.inputs import Supply
-    from mosaic.models.phase import Phase
     from mosaic.models.step_graph import StepGraph
     from mosaic.registrar.graph import Buffer
 
-__all__ = ["KeepingRows", "PackedRows"]
+__all__ = ["PackedRows"]
 
 _OF_TABLE: Final = ("spans", "packed_extents", "cu_whole", "own_extents")
 """What `keep_requests` finds."""
@@ -69,7 +67,8 @@ class _Beside(Together):
 
     def projected(self, step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer) -> None:
         """Pack keys of the canvases, and store those of the other windows behind packed ones."""
-        self._packing.pack(step, layer, q, k, v, bounds=step.inputs["cu_whole"])
+        bounds = step.inputs["cu_whole"]
+        self._packing.pack(step, layer, k, v, self._packing.choose(step, layer, q, k, bounds=bounds), bounds)
         place, size = key_row(step.arch).places[layer], step.arch.stack[layer].attention.head_size
         stored = step.kv, step.inputs["own_extents"], step.inputs["cu_extents"], step.cu_seqlens, step.positions
         step.g.add_op("kv_store", k, v, *stored, name="store", layer=place, head_size=size)
@@ -77,11 +76,3 @@ class _Beside(Together):
     def attended(self, step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer) -> Buffer:
         """Register both attentions; results replace queries."""
         return attend(step, layer, kept.attend(step, layer, q), k, v, bounds=step.inputs["cu_whole"])
-
-
-class KeepingRows(Keeping):
-    """The hooks of requests that may be rows of a table."""
-
-    def of_table(self, phase: Phase, step: BlockStep) -> tuple[Phase, int] | None:
-        """Mark the steps of a block, up to its Refresh, that compute the whole canvas if the block is the first one of its span."""
-        return with_parts(phase, cache=PackedRows(packing=self._options.packing)), (2 << self._options.delay) - 1

@@ -12,16 +12,15 @@ from mosaic.models.policies.focus import Evicting
 from mosaic.models.policies.focus_options import Eviction
 from mosaic.models.policies.mage import Selecting
 from mosaic.models.policies.mage_options import SparseAttention
-from mosaic.models.policies.packed_rows import KeepingRows
 from mosaic.models.policies.policy import Options, Policy
-from mosaic.models.policies.sparse_keys import SparseKeys
+from mosaic.models.policies.sparse_keys import Keeping, SparseKeys
 from mosaic.models.policies.spelled import spelled
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
 
 POLICIES: Final[Mapping[str, Mapping[type, type[Policy]]]] = {
-    "cache": {SparseKeys: KeepingRows},
+    "cache": {SparseKeys: Keeping},
     "attention": {SparseAttention: Selecting, PrefixReuse: Reusing},
     "block_cache": {str: Freezing},
     "eviction": {Eviction: Evicting},

@@ -1,49 +1,45 @@
 """Sparse keys: bidirectional models compute a block over the keys that each head has kept (dLLM-Serve, section 4.5).
 
-A Refresh computes the whole canvas. Layer by layer, while all keys of a layer exist, it scores them by the block's queries and
-packs those with the highest scores into a state. Reuse steps compute the block alone, over the packed keys and its own. Both decide
-tokens. A Refresh is for a span of blocks: the candidates are all positions outside the span. The span's own keys are packed behind
-them, and the steps of its blocks renew theirs there.
+A Refresh computes the whole canvas, scores its keys by the block's queries, and keeps those with the highest scores. Reuse steps
+compute the block alone, over the kept keys and its own. Both decide tokens. A Refresh is for a span of blocks: the candidates are
+all positions outside the span, and all of the span's own keys are kept. `mosaic.models.policies.packed_keys` has the steps.
 
-`StepRequest.values` has "spans" in a Refresh (`select_keys` describes them), and "shift" in Reuse: the position whose key would lie
-in the request's first row.
+With `sample` the span is the answer's side for the whole generation, and every Refresh after the first is windowed: it computes the
+span and a part of the prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import numpy as np
 
 from mosaic.errors import UnknownName, UsageError
-from mosaic.models.attention.heads import Heads
-from mosaic.models.attention.kept import KeptIn, KeptTogether
-from mosaic.models.attention.together import Together
-from mosaic.models.inputs import Input
-from mosaic.models.kept_keys import key_row
-from mosaic.models.parts.cache import WHOLE, CachePolicy, Kept, KeysAndValues, Whole
+from mosaic.models.parts.cache import WHOLE, CachePolicy
+from mosaic.models.policies.packed_keys import (
+    FEW,
+    PACKED,
+    PARTS,
+    Group,
+    Packed,
+    Packing,
+    Selection,
+    SpanPacked,
+    Windowed,
+)
+from mosaic.models.policies.packed_rows import PackedRows
 from mosaic.models.policies.policy import BlockStep, Options, Policy, is_integer, is_number, with_parts
 from mosaic.models.step import StepSize
 from mosaic.registrar.operators.top_keys import fraction_of
 
 if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
-    from mosaic.models.attention import Way
-    from mosaic.models.inputs import Window
     from mosaic.models.phase import Phase
     from mosaic.models.state import State
-    from mosaic.models.step_graph import StepGraph
-    from mosaic.registrar.graph import Buffer
-    from mosaic.registrar.schemes.scheme import Bundle
 
-__all__ = ["PACKED", "Keeping", "Packed", "Packing", "SparseKeys"]
-
-Selection: TypeAlias = Literal["head-centric", "uniform", "uniform-published"]
-Group: TypeAlias = Literal["max", "mean"]
-PACKED: Final = KeysAndValues(name="packed", together=True)
-"""A request's kept keys and values, laid out as one extent: row j is each head's own j-th key, and behind these its span's keys."""
+__all__ = ["PACKED", "Keeping", "SparseKeys"]
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -71,6 +67,11 @@ class SparseKeys(Options):
         Blocks that share a Refresh.
     delay
         Full steps of a block before its Refresh: 0, or 1 as published.
+    sample
+        Every Refresh after a request's first is windowed: it computes the answer's side, and this share of the rest of the prompt,
+        in [0, 1], at least; rounded to one of equal parts, which take turns from the last one on. None: it computes everything.
+    near
+        With `sample`, tokens at the prompt's end that belong to the answer's side, at least; the prompt's first never does.
 
     Raises
     ------
@@ -79,8 +80,8 @@ class SparseKeys(Options):
 
     Examples
     --------
-    >>> str(SparseKeys()), str(SparseKeys(retention=0.1, interval=2))
-    ('sparse', 'sparse(retention=0.1, interval=2)')
+    >>> str(SparseKeys()), str(SparseKeys(retention=0.1, sample=0.125))
+    ('sparse', 'sparse(retention=0.1, sample=0.125)')
     """
 
     word: ClassVar[str] = "sparse"
@@ -90,6 +91,8 @@ class SparseKeys(Options):
     pool: int = 3
     interval: int = 1
     delay: int = 0
+    sample: float | None = None
+    near: int = 32
 
     def __post_init__(self) -> None:
         if not (is_number(self.retention) and 0 < self.retention <= 1):
@@ -105,6 +108,14 @@ class SparseKeys(Options):
             raise UsageError(f"cache: interval is {self.interval!r}; it must be a number of blocks, at least 1.")
         if not (is_integer(self.delay, 0) and self.delay <= 1):
             raise UsageError(f"cache: delay is {self.delay!r}; it must be 0 or 1.")
+        if self.sample is not None and not (is_number(self.sample) and 0 <= self.sample <= 1):
+            raise UsageError(f"cache: sample is {self.sample!r}; it must be a share of the prompt, in [0, 1].")
+        if self.sample is not None and self.delay:
+            raise UsageError("cache: a delay computes every block in full; leave out delay, or sample.")
+        if not is_integer(self.near, 0):
+            raise UsageError(f"cache: near is {self.near!r}; it must be a number of tokens.")
+        if self.sample is None and "near" in self.changed:
+            raise UsageError("cache: near is about windowed refreshes; give a sample too, or leave it out.")
 
     @classmethod
     def presets(cls) -> Mapping[str, SparseKeys]:
@@ -129,6 +140,19 @@ class SparseKeys(Options):
         numerator, denominator = fraction_of(self.retention)
         return max(numerator * candidates // denominator, 1)
 
+    def outside(self, prompt_len: int) -> tuple[int, int]:
+        """Return with `sample`, for a prompt, the positions before the answer's side, and the parts that they are cut into.
+
+        >>> [SparseKeys(sample=share).outside(100) for share in (0, 0.1, 0.4, 1)]
+        [(68, 0), (60, 10), (68, 2), (68, 1)]
+        """
+        positions = max(prompt_len - self.near, 1)
+        if not self.sample:
+            return positions, 0
+        numerator, denominator = fraction_of(self.sample)
+        parts = min(denominator // numerator, positions)
+        return positions // parts * parts, parts
+
     def rows(self, length: int, span: int) -> int:
         """Return the rows of the state that a request takes, from the positions of its canvas and of its longest span."""
         return self.kept(length - span) + span
@@ -136,8 +160,8 @@ class SparseKeys(Options):
     def steps(
         self, phase: Phase, length: int, block: int, *, answer: int = 0, rows: int = 0, first: Phase | None = None
     ) -> dict[str, StepSize]:
-        """Return the sizes of a request's steps by name: "full" with a delay, "refresh", "reuse", and on a shifted model
-        "reuse_first", of a block without a Refresh.
+        """Return the sizes of a request's steps by name: "full" with a delay, "refresh", with `sample` "windowed" if there is more
+        than one, "reuse", and on a shifted model "reuse_first", of a block without a Refresh.
 
         Parameters
         ----------
@@ -159,15 +183,25 @@ class SparseKeys(Options):
         >>> refresh.windows, reuse.windows, reuse.keys
         ((4096,), (32,), (438,))
         """
-        span = min(block * self.interval, answer or length - 1)
+        span, parts = min(block * self.interval, answer or length - 1), 0
+        if self.sample is not None:
+            outside, parts = self.outside(length - (answer or span))
+            span = length - outside
         packed, rows = self.rows(length, span), min(rows or block, block - (first is not None))
+        states: dict[State, int] = {PACKED: packed, PARTS: parts}
         begin = phase if first is None else first
         caches: dict[str, CachePolicy] = {"full": WHOLE, "refresh": self.packing}
         found = {}
         for number, name in enumerate([*caches][1 - self.delay :]):
             kind, decided = (begin, rows if first is None else 1) if number == 0 else (phase, rows)
             kind = with_parts(kind, cache=caches[name])
-            found[name] = StepSize(phase=kind, windows=(length,), rows=max(decided, 1), states={PACKED: packed})
+            found[name] = StepSize(phase=kind, windows=(length,), rows=max(decided, 1), states=states)
+        if self.sample is not None and answer > block * self.interval:
+            window = span + ((length - span) // parts if parts else 0)
+            found["windowed"] = StepSize(
+                phase=self.renewing(begin), windows=(window,), keys=() if parts else (packed,),
+                rows=max(rows if first is None else 1, 1), states=states,
+            )  # fmt: skip
         if rows:
             found["reuse"] = StepSize(
                 phase=with_parts(phase, cache=Packed()), windows=(block,), keys=(packed,), rows=rows
@@ -180,181 +214,27 @@ class SparseKeys(Options):
     def times(self, answer: int, block: int, *, shifted: bool = False) -> dict[str, int]:
         """Return how often a generation of `answer` tokens, one a step, takes each of `steps`, by name.
 
-        >>> SparseKeys(interval=2, delay=1).times(256, 32)
-        {'full': 4, 'refresh': 4, 'reuse': 248}
+        >>> SparseKeys(interval=2, delay=1).times(256, 32), SparseKeys(sample=0).times(256, 32)
+        ({'full': 4, 'refresh': 4, 'reuse': 248}, {'refresh': 1, 'windowed': 7, 'reuse': 248})
         """
         blocks = -(-answer // block)
         refreshes = -(-blocks // self.interval)
         found = {"full": self.delay * refreshes} if self.delay else {}
-        found["refresh"] = refreshes
+        found |= {"refresh": refreshes} if self.sample is None else {"refresh": 1, "windowed": refreshes - 1}
         first = {"reuse_first": blocks - refreshes} if shifted and self.interval > 1 else {}
         return found | {"reuse": max(answer - sum(found.values()) - sum(first.values()), 0)} | first
 
     @property
     def packing(self) -> Packing:
         """The cache policy of a Refresh."""
-        return Packing(selection=self.selection, group=self.group, pool=self.pool)
+        return Packing(selection=self.selection, group=self.group, pool=self.pool, parts=bool(self.sample))
 
-
-# --- a Refresh --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packing(Whole):
-    """Whole sequences attend to themselves, and keep some keys and values of each layer; fields as in `SparseKeys`."""
-
-    label: ClassVar[str] = "refresh"
-    selection: Selection
-    group: Group
-    pool: int
-
-    @property
-    def states(self) -> Sequence[State]:
-        """The packed keys."""
-        return (PACKED,)
-
-    def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """Return the inputs of whole sequences, what is scored and kept of each, and its one extent."""
-        return (
-            *CachePolicy.inputs(self, arch),
-            Input(
-                name="spans", dtype="int32", per="sequence", width=5,
-                value=lambda window: np.array(window.request.values["spans"], dtype=np.int32),
-            ),
-            Input(
-                name="packed_extents", dtype="int64", per="sequence", width=4,
-                value=lambda window: window.request.states[PACKED].extents[0],
-            ),
-        )  # fmt: skip
-
-    def check(self, request: Any, arch: Architecture) -> None:
-        """Check that a request says what it keeps, and has rows for it."""
-        spans, owned = request.values.get("spans"), request.states.get(PACKED)
-        if spans is None or owned is None:
-            raise UsageError("a Refresh needs 'spans' in the request's `values`, and its rows of the state 'packed'.")
-        first, end, low, high, kept = spans
-        length = request.token_ids.numel()
-        if not (0 <= low <= first < end <= high <= length and 0 < kept <= length - (high - low)):
-            raise UsageError(
-                f"spans of a canvas of {length} positions: a block in its span and some keys kept, got {spans}."
-            )
-        if owned.length < kept + high - low:
-            raise UsageError(
-                f"{kept + high - low} packed keys of a request that has rows for {owned.length}: reserve more."
-            )
-
-    def declare(self, step: StepGraph) -> None:
-        """Declare what is scored and kept."""
-        for entry in self.inputs(step.arch):
-            step.inputs[entry.name]
-
-    def ways(self) -> Sequence[Way]:
-        """Return all heads at once; and groups of them, if they choose for themselves."""
-        whole: tuple[Way, ...] = (_PackingTogether(self),)
-        return (*whole, _PackingHeads(self)) if self.selection == "head-centric" else whole
-
-    def pack(
-        self, step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer, chosen: Buffer | None = None,
-        bounds: Buffer | None = None,
-    ) -> None:  # fmt: skip
-        """Score, select and pack the keys of all heads, or of those of a region, whose part of `chosen` is written; of all windows,
-        or those within other `bounds`."""
-        g, own, spans = step.g, step.arch.stack[layer].attention, step.inputs["spans"]
-        alone, bounds = self.selection == "head-centric", bounds or step.cu_seqlens
-        each, members = (1, 1) if alone else (own.heads // own.kv_heads, own.heads)
-        scores = g.add_op(
-            "score_keys", q, k, spans, bounds, name="scores", head_size=own.head_size, each=each, over=self.group,
-        )  # fmt: skip
-        chosen = g.add_op(
-            "select_keys", scores, spans, bounds, out=chosen, name="select", members=members, pool=self.pool,
-            pools="sum" if self.selection == "uniform-published" else "each",
-        )  # fmt: skip
-        g.add_op(
-            "pack_keys", k, v, chosen, spans, bounds, step.inputs["packed_extents"], g[PACKED.name], name="pack",
-            layer=key_row(step.arch).places[layer], kv_heads=own.kv_heads, head_size=own.head_size,
-        )  # fmt: skip
-
-
-class _PackingTogether(Together):
-    """Keys are packed before attention overwrites the queries."""
-
-    def __init__(self, policy: Packing) -> None:
-        self._policy = policy
-
-    def projected(self, step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer) -> None:
-        """Keep some of a layer's keys and values."""
-        self._policy.pack(step, layer, q, k, v)
-
-
-class _PackingHeads(Heads):
-    """The same of some heads at a time; queries and results are on the device, wherever hidden states are."""
-
-    def __init__(self, policy: Packing) -> None:
-        self._policy = policy
-
-    def begin(self, step: StepGraph) -> None:
-        """Have no results in host memory."""
-        self._attended = None
-
-    def register(self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]) -> None:
-        """Declare what the heads choose, which says in a region where theirs lies."""
-        self._chosen = step.g.buffer("chosen", (step.g.dim("kv_heads"), step.tokens), "int32")
-        Heads.register(self, step, layer, norm, matrices)
-
-    def projected(self, step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer) -> None:
-        """Keep some of the heads' keys and values."""
-        self._policy.pack(step, layer, q, k, v, self._chosen)
-
-
-# --- Reuse ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Packed(Kept):
-    """Windows write their keys and values behind the packed ones, and attend to all of them."""
-
-    label: ClassVar[str] = "reuse"
-    by_position: ClassVar[bool] = False
-
-    @property
-    def kept(self) -> State:
-        """The packed keys."""
-        return PACKED
-
-    def inputs(self, arch: Architecture) -> Sequence[Input]:
-        """Return the inputs of kept keys, and the extents by positions of the window."""
-        own = Input(name="own_extents", dtype="int64", per="extent", width=4, value=_own_extents)
-        return *Kept.inputs(self, arch), own
-
-    def check(self, request: Any, arch: Architecture) -> None:
-        """Check that a request says where its keys lie, and has rows for them."""
-        shift, end = request.values.get("shift"), request.start + request.token_ids.numel()
-        if shift is None or not hasattr(request.sequence, "extents"):
-            raise UsageError("Reuse needs 'shift' in the request's `values`, and its rows of the state 'packed'.")
-        if not (shift <= request.start and end - shift <= request.key_len <= request.sequence.length):
-            raise UsageError(
-                f"a window up to position {end} lies behind packed keys, shifted by {shift}, among {request.key_len} keys in "
-                f"{request.sequence.length} rows."
-            )
-        arch.rotary.check_kept(max(end, request.final_length), request.final_length)
-
-    def ways(self) -> Sequence[Way]:
-        """Return the only option: windows are short."""
-        return (_PackedTogether(),)
-
-
-def _own_extents(window: Window) -> tuple[tuple[int, int, int, int], ...]:
-    shift = window.request.values["shift"]
-    return tuple((row, rows, first + shift, before) for row, rows, first, before in window.request.sequence.extents)
-
-
-class _PackedTogether(KeptTogether):
-    """Rows are found by position where keys are stored, and read in order."""
-
-    def stored_in(self, step: StepGraph, layer: int) -> KeptIn:
-        """Return the state with the extents by positions of the window, and the layer's place."""
-        (kv, _, bounds), place = KeptTogether.stored_in(self, step, layer)
-        return (kv, step.inputs["own_extents"], bounds), place
+    def renewing(self, phase: Phase) -> Phase:
+        """Return the phase of a windowed Refresh."""
+        if not self.sample:
+            return with_parts(phase, cache=SpanPacked())
+        cache = Windowed(selection=self.selection, group=self.group, pool=self.pool)
+        return with_parts(phase, tokens=FEW, cache=cache)
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
@@ -366,26 +246,51 @@ class Keeping(Policy):
     def __init__(self, options: SparseKeys, config: Any, arch: Architecture, positions: int) -> None:
         self._options, self._shifted = options, arch.shifted
         self._span: tuple[int, int] | None = None
+        self._windowed = 0
 
     def phase(self, phase: Phase, step: BlockStep) -> Phase:
-        """Reuse what the last Refresh has kept for the block; if nothing, refresh after `delay` full steps of the block."""
-        if step.number > self._options.delay or (self._span is not None and step.start < self._span[1]):
+        """Reuse what the last Refresh has kept for the block; if nothing, refresh after `delay` full steps of the block. Renew it
+        in the first step of every `interval` blocks, if later refreshes are windowed."""
+        options, covered = self._options, self._span is not None and step.start < self._span[1]
+        if covered and options.sample is not None and step.number == 0 and self._first_of_interval(step) == step.start:
+            return options.renewing(phase)
+        if step.number > options.delay or covered:
             return with_parts(phase, cache=Packed())
-        return with_parts(phase, cache=WHOLE if step.number < self._options.delay else self._options.packing)
+        return with_parts(phase, cache=WHOLE if step.number < options.delay else options.packing)
+
+    def of_table(self, phase: Phase, step: BlockStep) -> tuple[Phase, int] | None:
+        """Mark the first steps of a block, up to its Refresh; they compute the whole canvas if nothing is kept for the block."""
+        return with_parts(phase, cache=PackedRows(packing=self._options.packing)), (2 << self._options.delay) - 1
 
     def tell(self, step: BlockStep, request: Any) -> None:
         """Give the window, and what is kept; on a shifted model the row before the block too, while that predicts its first."""
         cache = step.phase.cache
-        if not isinstance(cache, Packed):
+        if isinstance(cache, Windowed):
+            self._renew(step, request.length)
+        elif not isinstance(cache, Packed):
             step.window = (0, request.length)
             if isinstance(cache, Packing):
                 self._span = self._span_of(step, request.length)
                 step.values["spans"] = step.start, step.end, *self._span, self._kept(request.length)
-            return
-        assert self._span is not None, "a Reuse step comes after a Refresh"
-        (low, high), kept = self._span, self._kept(request.length)
-        step.window = step.start - int(self._shifted and request.mask_array[step.start]), step.end
-        step.key_len, step.values["shift"] = kept + high - low, low - kept
+                if self._options.sample:
+                    step.values["parts"] = self._options.outside(step.prompt_len)[1]
+        else:
+            assert self._span is not None, "a Reuse step comes after a Refresh"
+            (low, high), kept = self._span, self._kept(request.length)
+            step.window = step.start - int(self._shifted and request.mask_array[step.start]), step.end
+            if isinstance(cache, SpanPacked):
+                step.window = low, high
+            step.key_len, step.values["shift"] = kept + high - low, low - kept
+
+    def _renew(self, step: BlockStep, length: int) -> None:
+        """Give the positions of a part and of the span; parts take turns, the last one first."""
+        low, parts = self._options.outside(step.prompt_len)
+        size, part = low // parts, parts - 1 - self._windowed % parts
+        step.places = np.concatenate([np.arange(part * size, (part + 1) * size), np.arange(low, length)])
+        first = step.start - low + size
+        step.values["spans"] = first, first + step.end - step.start, size, size + length - low, self._kept(length)
+        step.values["part"] = part
+        self._windowed += 1
 
     def _kept(self, length: int) -> int:
         """The keys that a head keeps of those outside the span."""
@@ -393,7 +298,13 @@ class Keeping(Policy):
         return self._options.kept(length - (high - low))
 
     def _span_of(self, step: BlockStep, length: int) -> tuple[int, int]:
-        """The blocks that share the Refresh of a block, from the first one's start to the last one's end."""
+        """From the first block that shares the Refresh of a block to the end of the last; with `sample` the answer's side."""
+        if self._options.sample is not None:
+            return self._options.outside(step.prompt_len)[0], length
+        low = self._first_of_interval(step)
+        return low, min(low + (step.end - step.start) * self._options.interval, length)
+
+    def _first_of_interval(self, step: BlockStep) -> int:
+        """Where the first of the blocks begins that share a Refresh."""
         width = (step.end - step.start) * self._options.interval
-        low = step.prompt_len + (step.start - step.prompt_len) // width * width
-        return low, min(low + width, length)
+        return step.prompt_len + (step.start - step.prompt_len) // width * width

@@ -8,7 +8,8 @@ from math import prod
 from typing import Any, Final, NamedTuple
 
 from mosaic.planner.check.columns import FULL_STEP, HOST, ITEM_BYTES, Columns
-from mosaic.planner.check.operators import OPERATORS, SCRATCH, Known, Operand, Product, Rule, product_of
+from mosaic.planner.check.notation import SCRATCH, Known, Operand, Product, Rule, product_of
+from mosaic.planner.check.operators import OPERATORS
 from mosaic.planner.check.reading import Work, type_names
 
 _CLASSES: Final = {"index": ("int64", "int32"), "floats": ("bfloat16", "float16", "float32", "float64")}

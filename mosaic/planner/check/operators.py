@@ -2,57 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
-from mosaic.planner.check.reading import BOOLEAN, INTEGER, NUMBER, TEXT, Types
-
-NONE: Final = "none"
-SCRATCH: Final = "scratch"  # an operand that any kernel may have, and writes
-
-Rule = tuple[str, str, str]  # (relation, product, product)
-
-
-class Way(NamedTuple):
-    """An implementation that a CUDA plan may choose, and the launches that it takes."""
-
-    name: str
-    takes: str = ""  # the launches in words; empty: every launch
-    absent: tuple[str, ...] = ()  # attributes that are not there, or 0, and operands that are not
-    multiple: tuple[str, int, int] = ("", 1, 1)  # an attribute, of what it is a multiple, and its limit
-    dtypes: tuple[str, frozenset[str]] = ("", frozenset())  # operands, and what they may be in
-    elements: tuple[str, int] = ("", 0)  # an operand, and how many elements it has; none: any number
-    capability: int = 0  # the compute capability of the only cards that it runs on; 0: any
-    invariant: str = ""  # what a batch-invariant plan may take in its stead, on the same cards and launches
-
-
-class _Operator(NamedTuple):
-    """The record of a shipped operator's launch, in letters.
-
-    `shapes` lists operands as `name:dtype=axes`; `?` marks an optional one. An axis is a letter, bound where it first
-    occurs, or a product of letters, attributes and numbers, with `+1` at most; `*T` is any number of axes. Of dtypes, a
-    lower-case letter is bound where it first occurs. `order` of the table is that in which letters can be bound.
-    """
-
-    shapes: str
-    reads: str
-    writes: str
-    attrs: str = ""  # `name:type`; `?` as above, and behind it what the number is where it is not given
-    flops: str = "0"  # a product, or a sum of products
-    whole: str = ""  # letters that a loop never slices
-    # operands whose bytes count, repeated where they count twice; by default all, and updates twice; `name=axes` counts
-    # only the elements of these axes
-    moved: str = ""
-    host: str = ""  # operands that may lie in host memory, one of them at a time
-    rules: tuple[Rule, ...] = ()
-    inplace: str = ""  # `written/read`: what the kernel may write over an operand that it still reads
-    # where the shipped step shows its dims: a letter, and the product that it is, of a dim and attributes
-    shown: tuple[tuple[str, str], ...] = ()
-    ways: tuple[Way, ...] = ()  # what a CUDA plan chooses from, where there are several
-    invariant: str = ""  # the one that a batch-invariant CUDA plan takes, where not every one will do; NONE: none will
-    # letters that follow from attributes: one more than a quotient of two
-    quotients: tuple[tuple[str, str, str], ...] = ()
+from mosaic.planner.check.notation import NONE, Rule, Way, parsed
+from mosaic.planner.check.notation import Operator as _Operator
 
 
 def _kv_row(width: str, layer: str = "layer", row: str = "X") -> tuple[Rule, ...]:
@@ -110,6 +63,12 @@ _NOTATION: Final = {
         "head_size:n scale:x span?:n block?:n", "4*span*T*Q", "S",
         rules=(("divides", "head_size", "P"), ("groups", "P", "Q"), ("at most", "0", "block")), inplace="y/q",
         shown=(("B", "seqs+1"), ("P", "kv_heads*head_size")), ways=(_CUDNN, Way("triton")), invariant="triton",
+    ),
+    "bound_parts": _Operator(
+        "chosen:int32=N,T spans:int32=B,5 cu_seqlens:int32=B+1 held_rows:int64=B,2 held:int32=E,W",
+        "chosen spans cu_seqlens held_rows held", "held", "slot:n kv_heads:n heads:n", whole="B E W T",
+        moved="chosen spans cu_seqlens held_rows held=2,N*heads*B",
+        rules=_kv_row("kv_heads", "slot", "W"),
     ),
     "confidence": _Operator(
         "maximum:a=*M logsumexp:a=*M y:a=*M", "maximum logsumexp", "y", flops="2*M", shown=(("M", "masked"),)
@@ -222,9 +181,19 @@ _NOTATION: Final = {
         "table row seen cu_seqlens extents cu_extents", "spans packed_extents cu_whole own_extents", whole="S B E",
     ),
     "pack_keys": _Operator(
-        "k:a=T,W v:a=T,W chosen:int32=N,T spans:int32=B,5 cu_seqlens:int32=B+1 extents:int64=B,4 kv:floats=R,X",
-        "k v chosen spans cu_seqlens extents kv", "kv", "layer:n kv_heads:n head_size:n", whole="T B R X",
-        moved="k v chosen spans cu_seqlens kv=2,T,W", rules=(("divides", "head_size*N", "W"), *_kv_row("kv_heads*head_size")),
+        "k:a=T,W v:a=T,W chosen:int32=N,T spans:int32=B,5 cu_seqlens:int32=B+1 extents:int64=B,4 kv:floats=R,X "
+        "held?:int32=E,P held_row?:int64=B",
+        "k v chosen spans cu_seqlens extents kv held? held_row?", "kv", "layer:n kv_heads:n head_size:n slot?0:n",
+        whole="T B R X E P", moved="k v chosen spans cu_seqlens kv=2,T,W held=2,B*kv_heads held_row",
+        rules=(("divides", "head_size*N", "W"), *_kv_row("kv_heads*head_size"), *_kv_row("kv_heads", "slot", "P")),
+    ),
+    "packed_attention": _Operator(
+        "q:a=T,Q k:a=T,P v:a=T,P kv:floats=R,X extents:int64=B,4 held:int32=E,W held_row:int64=B spans:int32=B,5 "
+        "cu_seqlens:int32=B+1 y:a=T,Q",
+        "q k v kv extents held held_row spans cu_seqlens", "y",
+        "layer:n slot:n kv_heads:n head_size:n scale:x span:n keys:n", "4*span*T*Q+4*keys*T*Q", "T Q P R X B E W",
+        "q k v kv=keys,2*kv_heads*head_size held=2,B*kv_heads held_row spans cu_seqlens y",
+        rules=(("groups", "P", "Q"), *_kv_row("kv_heads*head_size"), *_kv_row("kv_heads", "slot", "W")), inplace="y/q",
     ),
     "pack_requests": _Operator(
         f"{_TABLE} room:int64=1,7 row:int64=sequences begin:int32=sequences seen:int32=sequences cu_seqlens:int32=sequences+1 "
@@ -338,8 +307,10 @@ _NOTATION: Final = {
                ("divides", "each*P", "Q")),
     ),
     "select_keys": _Operator(
-        "chosen:int32=N,T spans:int32=B,5 cu_seqlens:int32=B+1 scores:float32=N*members,T", "scores spans cu_seqlens", "chosen",
-        "members:n pool:n pools?:s", whole="T B", rules=(("at most", "1", "pool"),),
+        "chosen:int32=N,T spans:int32=B,5 cu_seqlens:int32=B+1 held?:int32=E,W held_row?:int64=B scores:float32=N*members,T",
+        "scores spans cu_seqlens held? held_row?", "chosen", "members:n pool:n pools?:s slot?0:n kv_heads?1:n", whole="T B E W",
+        moved="scores spans cu_seqlens held=2,N*B held_row chosen",
+        rules=(("at most", "1", "pool"), *_kv_row("kv_heads", "slot", "W")),
     ),
     "select_requests": _Operator(
         f"{_TABLE} row:int64=B seen:int32=B cu_seqlens:int32=B+1 positions:int32=T owner:int64=B captured:int32=B "
@@ -398,104 +369,5 @@ _NOTATION: Final = {
     ),
     "zeros": _Operator("y:int32=count", "", "y", "count:n"),
 }  # fmt: skip
-_ATTRIBUTE: Final[Mapping[str, Types]] = {"n": INTEGER, "x": NUMBER, "b": BOOLEAN, "s": TEXT}
 
-Product = tuple[tuple[str, ...], int]  # factors, and what is added to their product
-
-
-class Operand(NamedTuple):
-    """One operand, parsed."""
-
-    name: str
-    dtype: str
-    axes: tuple[str | Product, ...]  # a name with `*` for any number of axes, or a product
-    optional: bool
-
-
-class Known(NamedTuple):
-    """An operator, parsed."""
-
-    operands: tuple[Operand, ...]
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    attrs: Mapping[str, Types]
-    optional: frozenset[str]
-    defaults: Mapping[str, int]  # of attributes that are not given
-    flops: tuple[tuple[str, ...], ...]  # the factors of each term
-    whole: tuple[str, ...]
-    moved: tuple[tuple[str, tuple[Product, ...]], ...]  # the axes that count; none: all
-    host: frozenset[str]
-    rules: tuple[Rule, ...]
-    inplace: tuple[tuple[str, str], ...]  # (written, read)
-    silent: tuple[str, ...]  # attributes that no shape, FLOPs or bytes tell
-    fills: tuple[str, ...]  # what it writes, scratch included
-    names: frozenset[str]  # all operands that it may have
-    shown: tuple[tuple[str, str], ...]
-    ways: Mapping[str, Way]
-    invariants: Mapping[str, Way]  # what a batch-invariant plan chooses from, where not every one will do
-    invariant: str
-    quotients: tuple[tuple[str, str, str], ...]  # (letter, dividend, divisor)
-
-
-def product_of(text: str) -> Product:
-    """Parse a product.
-
-    Examples
-    --------
-    >>> product_of("C*top_k"), product_of("E+1")
-    ((('C', 'top_k'), 0), (('E',), 1))
-    """
-    factors, _, added = text.partition("+")
-    return tuple(factors.split("*")), int(added or 0)
-
-
-def _parse(operator: _Operator) -> Known:
-    attrs, optional, defaults = {}, set(), {}
-    for entry in operator.attrs.split():
-        label, _, kind = entry.partition(":")
-        name, may, default = label.partition("?")
-        attrs[name] = _ATTRIBUTE[kind]
-        if may:
-            optional.add(name)
-        if default:
-            defaults[name] = int(default)
-    reads, writes = (tuple(side.replace("?", "").split()) for side in (operator.reads, operator.writes))
-    said = re.split(r"[^A-Za-z_]+", " ".join((operator.shapes, operator.flops, operator.moved)))
-    return Known(
-        operands=tuple(map(_parse_operand, operator.shapes.split())), reads=reads, writes=writes, attrs=attrs,
-        optional=frozenset(optional), defaults=defaults, flops=tuple(tuple(term.split("*")) for term in operator.flops.split("+")),
-        whole=tuple(operator.whole.split()),
-        moved=tuple(map(_parse_moved, operator.moved.split() or (*reads, *writes))), host=frozenset(operator.host.split()),
-        rules=operator.rules, inplace=tuple(map(_parse_pair, operator.inplace.split())),
-        silent=tuple(name for name in attrs if name not in said), fills=(*writes, SCRATCH),
-        names=frozenset({*reads, *writes, SCRATCH}), shown=operator.shown,
-        ways={way.name: way for way in operator.ways}, invariants=_invariants(operator), invariant=operator.invariant,
-        quotients=operator.quotients,
-    )  # fmt: skip
-
-
-def _invariants(operator: _Operator) -> Mapping[str, Way]:
-    if operator.invariant in ("", NONE):
-        return {}
-    special = {way.invariant: way._replace(name=way.invariant) for way in operator.ways if way.invariant}
-    return {**special, operator.invariant: Way(operator.invariant)}
-
-
-def _parse_pair(entry: str) -> tuple[str, str]:
-    written, _, read = entry.partition("/")
-    return written, read
-
-
-def _parse_moved(entry: str) -> tuple[str, tuple[Product, ...]]:
-    name, _, axes = entry.partition("=")
-    return name, tuple(map(product_of, axes.split(","))) if axes else ()
-
-
-def _parse_operand(entry: str) -> Operand:
-    label, _, axes = entry.partition("=")
-    name, _, dtype = label.partition(":")
-    parsed = tuple(axis if axis[0] == "*" else product_of(axis) for axis in axes.split(","))
-    return Operand(name=name.rstrip("?"), dtype=dtype, axes=parsed, optional=name[-1] == "?")
-
-
-OPERATORS: Final = {name: _parse(operator) for name, operator in _NOTATION.items()}
+OPERATORS: Final = {name: parsed(operator) for name, operator in _NOTATION.items()}

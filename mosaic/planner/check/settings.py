@@ -7,7 +7,8 @@ from math import prod
 from typing import Final
 
 from mosaic.planner.check.columns import FULL_STEP, MAIN, Columns
-from mosaic.planner.check.operators import OPERATORS, Way
+from mosaic.planner.check.notation import Way
+from mosaic.planner.check.operators import OPERATORS
 
 _STEP_DIMS: Final = ("tokens", "seqs", "span", "masked")
 _MOST: Final = 1 << 63  # bytes or tokens that anything addresses

@@ -5,8 +5,11 @@ from column cu_seqlens[b] on the rows of k and v that are copied (`select_keys`)
 each head; there are spans[b, 4] + spans[b, 3] - spans[b, 2] of them. Sequence b has one extent, which `extents[b]` describes as
 `kv_store` does, and at least as many rows. Rows after them are unchanged. kv may have a dtype of its own, and has `kv_heads` heads.
 
+With `held` (`bound_parts`) head h has chosen `end` - `begin` keys, its numbers of row held_row[b] in the layer's `slot`. They go to
+the rows from `begin` on, and those of the span to the rows from spans[b, 4] on. Others are unchanged.
+
 A region over heads gives the keys and values of some heads, and slices chosen: list r is that of head `row_start` + r of kv.
-Nothing else is sliced.
+Nothing else is sliced, and there is no `held`.
 """
 
 from mosaic.registrar.kernels import kernels_of
@@ -15,8 +18,13 @@ from mosaic.registrar.operators import kv_store
 from mosaic.registrar.tiles import KEY_ROWS, Tile, Tiles
 
 
-def rules(*, L: Dim, K: Dim, N: Dim, layer: int, kv: Spec, **_: object) -> None:
+def rules(
+    *, L: Dim, K: Dim, N: Dim, layer: int, slot: int, kv: Spec, held: Spec | None, held_row: Spec | None, S: Dim = 1,
+    **_: object,
+) -> None:  # fmt: skip
+    require((held is None) == (held_row is None), "held and held_row go together")
     kv_store.rules(L=L, layer=layer, kv=kv)
+    kv_store.require_layer("held", S, slot)
     require(N in (1, K), f"chosen has a list for all heads, or one for each of the {K}, not {N}")
 
 
@@ -29,11 +37,11 @@ OPERATOR = Operator(
     name="pack_keys",
     operands="""
         k@:a[T, K*head_size] v@:a[T, K*head_size] chosen:i32[N, T] spans@:i32[B, 5] cu_seqlens@:i32[B+1]
-        extents@#:i64[B, 4] kv!@#:c[R, L*2*kv_heads*head_size]
+        extents@#:i64[B, 4] kv!@#:c[R, L*2*kv_heads*head_size] held?@:i32[E, S*2*kv_heads] held_row?@:i64[B]
     """,
-    attrs="layer kv_heads head_size",
+    attrs="layer kv_heads head_size slot=0",
     rules=rules,
-    moved={"kv": "2*k", "extents": "0"},
+    moved={"kv": "2*k", "extents": "0", "held": "2*B*kv_heads"},
     implementations=kernels_of("pack_keys", tiles=tiles, row_origin="chosen"),
     roles={"k": "attention", "v": "attention", "chosen": "statistics"},
 )

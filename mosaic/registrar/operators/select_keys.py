@@ -8,20 +8,26 @@ sets of a list (`pools` "each", equation 5), or what is pooled of the sums ("sum
 candidates of the largest total are chosen; ties go to the lower row.
 
 From column cu_seqlens[b] on, chosen has the rows of the step that are chosen, ascending, then those of the span: `kept` + `span
-end` - `span first` in all. Columns after them are unchanged. `kept` is at most the number of candidates. A region
-over heads may slice scores and chosen, nothing else is sliced.
+end` - `span first` in all. Columns after them are unchanged. `kept` is at most the number of candidates. With `held`
+(`bound_parts`) list r keeps as many as head r has keys of the part of row held_row[b], in the layer's `slot`, instead of
+`kept`; none, perhaps. A region over heads may slice scores and chosen, nothing else is sliced, and there is no `held`.
 """
 
 from typing import Final
 
 from mosaic.registrar.kernels import kernels_of
-from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, exact, require
+from mosaic.registrar.operator import Attrs, Dim, Operator, Spec, Specs, exact, require
+from mosaic.registrar.operators.kv_store import require_layer
 from mosaic.registrar.tiles import Tile, Tiles
 
 POOLS: Final = ("each", "sum")
 
 
-def rules(*, pool: int, pools: str, **_: object) -> None:
+def rules(
+    *, pool: int, pools: str, slot: int, held: Spec | None, held_row: Spec | None, S: Dim = 1, **_: object
+) -> None:
+    require((held is None) == (held_row is None), "held and held_row go together")
+    require_layer("held", S, slot)
     require(pool > 0 and pool % 2 == 1, f"pool must be an odd number of keys, not {pool}")
     require(pools in POOLS, f"pools must be one of {', '.join(POOLS)}, not '{pools}'")
 
@@ -40,9 +46,13 @@ def totals(specs: Specs, attrs: Attrs) -> Dim:
 
 OPERATOR = Operator(
     name="select_keys",
-    operands="scores:f32[N*members, T] spans@:i32[B, 5] cu_seqlens@:i32[B+1] -> chosen:i32[N, T]",
-    attrs="members pool pools='each'",
+    operands="""
+        scores:f32[N*members, T] spans@:i32[B, 5] cu_seqlens@:i32[B+1] held?@:i32[E, S*2*kv_heads] held_row?@:i64[B]
+        -> chosen:i32[N, T]
+    """,
+    attrs="members pool pools='each' slot=0 kv_heads=1",
     rules=rules,
+    moved={"held": "2*N*B"},
     implementations=kernels_of("select_keys", tiles=tiles, scratch=totals),
     roles={"scores": "statistics", "chosen": "statistics"},
 )
