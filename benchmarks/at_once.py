@@ -6,6 +6,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from inspect import getsourcefile
+from types import FrameType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -29,6 +31,10 @@ WARMING: Final = 2
 """Passes before these: a size of step is bound when it first comes, and captured when it comes again."""
 PROBED: Final = 8
 """Steps halfway whose Python calls are counted, and as many again that are profiled."""
+
+
+_METER: Final = getsourcefile(Meter)
+"""Whose calls are not the session's."""
 
 
 class Pass(NamedTuple):
@@ -94,9 +100,9 @@ def _probed(meter: Meter, halfway: int, step_ms: float, **serve: Any) -> dict[st
     """Python's calls of a step halfway, and on a card how long its kernels run, by kind, and what the step takes beyond."""
     calls = 0
 
-    def note(_frame: object, event: str, _given: object) -> None:
+    def note(frame: FrameType, event: str, _given: object) -> None:
         nonlocal calls
-        calls += event == "call"
+        calls += event == "call" and frame.f_code.co_filename != _METER
 
     with Session(meter) as session:
         _submitted(session, meter.architecture, **serve)

@@ -14,7 +14,7 @@ from benchmarks.eviction import NewSizes
 from benchmarks.floor import Floor
 from benchmarks.served import Meter
 from benchmarks.traffic import prompt_of
-from mosaic.decoding import LiveRequest, Session
+from mosaic.decoding import GenerationConfig, LiveRequest, Session
 from mosaic.decoding.scheduler import DELAY_MS
 from mosaic.devices import Device
 from mosaic.runtime.compiled import CompiledModel
@@ -41,7 +41,7 @@ def delays(
     prompt, answer
         Tokens of the others' prompts, and of all answers.
     max_delay_ms
-        The session's bound.
+        The session's bound. Sessions are warm.
     """
     for _ in range(WARMING):
         _delayed(model, running, long, prompt=prompt, answer=answer, max_delay_ms=max_delay_ms, **more)
@@ -56,6 +56,7 @@ def _delayed(
     arch, generator = model.architecture, torch.Generator().manual_seed(long)
     meter, asked = Meter(model), {"gen_length": answer, "stop_at_eos": False, **more}
     with Session(meter, max_delay_ms=max_delay_ms) as session:
+        session.warm(GenerationConfig(**asked), requests=running + 1, tokens=long + answer)
         others = [session.submit(prompt_of(arch, prompt, generator), **asked) for _ in range(running)]
         while any(request.steps == 0 for request in others) or meter.steps[-1].prompts:
             session.advance()

@@ -18,15 +18,19 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import product
+from itertools import cycle, product
 from typing import Any, Final
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 import mosaic
+from benchmarks.bench.baselines import Transformer
 from benchmarks.bench.meters import card, driver_bytes, synchronise
 from benchmarks.cases import Clock, cut, device_of, options, reaching, tag_of, token_counts
+from benchmarks.dllm_serve.selection import OPTIONS
+from benchmarks.dllm_serve.systems import BASELINES, Loops
+from benchmarks.dllm_serve.trace import Asked
 from benchmarks.floor import Floor
 from benchmarks.record import environment, source_line, table, write
 from benchmarks.step_kernels import kernel_ms
@@ -48,6 +52,10 @@ HEADER = (
 )  # fmt: skip
 BLOCK: Final = 32
 DENSE, DUAL = "dense", "dual"
+LOOPS: Final[Mapping[str, str | SparseKeys]] = {
+    "fast-dllm": DUAL, "fast-dllm-packed": DUAL, "sparse-dllm": OPTIONS, "sparse-dllm-packed": OPTIONS,
+}  # fmt: skip
+"""Loops in plain PyTorch (`benchmarks.dllm_serve`), and what takes the same steps as each."""
 TWICE: Final = 2
 """Times that each kind of step has been run when a generation that takes too long ends; the first one does not count."""
 FULL: Final = ("full", "refresh")
@@ -62,9 +70,10 @@ METHOD: Final = (
 
 @dataclass(slots=True, kw_only=True)
 class Kind:
-    """The steps of one kind: seconds of each, their plan, and the bytes of the card and of the pages at each change to it."""
+    """The steps of one kind: seconds of each, their plan where they have one, and the bytes of the card and of the pages at each
+    change to it."""
 
-    plan: Plan
+    plan: Plan | None = None
     seconds: list[float] = field(default_factory=list)
     driver_bytes: list[int] = field(default_factory=list)
     committed_bytes: list[int] = field(default_factory=list)
@@ -76,13 +85,15 @@ class Kind:
 
     def document(self, times: int) -> dict[str, Any]:
         """What a record says."""
-        plan = self.plan
-        return {
+        plan, found = self.plan, {
             "times": times, "ms": 1e3 * self.median_s, "first_ms": 1e3 * self.seconds[0], "timed": len(self.seconds),
-            "predicted_ms": plan.predicted_step_ms, "config": dict(plan.config), "planned_bytes": plan.total_bytes,
+            "driver_bytes": self.driver_bytes,
+        }  # fmt: skip
+        return found if plan is None else {
+            **found, "predicted_ms": plan.predicted_step_ms, "config": dict(plan.config), "planned_bytes": plan.total_bytes,
             "packed_bytes": plan.pools.get("state/packed", 0), "host_bytes": plan.document["host_bytes"],
             "declared_fixed_bytes": plan.components["context"] + plan.components["library"],
-            "driver_bytes": self.driver_bytes, "committed_bytes": self.committed_bytes,
+            "committed_bytes": self.committed_bytes,
         }  # fmt: skip
 
 
@@ -179,12 +190,43 @@ def measured(
     kinds = watch.kinds
     counted = {name: len(kind.seconds) for name, kind in kinds.items()}
     assert not whole or counted == {name: count for name, count in times.items() if count}, f"{counted}, not {times}"
+    plans = {name: kind.plan for name, kind in kinds.items() if kind.plan is not None}
+    predicted_s = sum(times[name] * plan.predicted_step_ms for name, plan in plans.items()) / 1e3
+    return {**_summed(kinds, times, took if whole else None), "predicted_s": predicted_s}
+
+
+def measured_plainly(network: Transformer, loop: str, *, prompt: int, answer: int, seconds: float) -> dict[str, Any]:
+    """Return the same of a published loop in plain PyTorch, as it is or with flash attention and the block's logits alone."""
+    like, cuda = LOOPS[loop], network.embedding.is_cuda
+    times, (*firsts, last) = _times(like, answer, shifted=False), _times(like, BLOCK, shifted=False)
+    request, ids = Asked(0, 0.0, prompt, answer), torch.arange(prompt) % network.arch.mask_token_id
+    system = BASELINES[loop](network, 1, 0, longest=request)
+    system.submit(request, ids)
+    for _ in range(len(firsts) + WARM):
+        system.step()
+    system.reset()
+    system.submit(request, ids)
+    kinds, began = dict[str, Kind](), time.perf_counter()
+    for name in cycle((*firsts, *[last] * (BLOCK - len(firsts)))):
+        if not system.is_busy or _enough(kinds, times, seconds):
+            break
+        before = time.perf_counter()
+        system.step()
+        synchronise(cuda)
+        kind = kinds.setdefault(name, Kind())
+        kind.seconds.append(time.perf_counter() - before)
+        if len(kind.seconds) == 1 and (used := driver_bytes(cuda)) is not None:
+            kind.driver_bytes.append(used)
+    return _summed(kinds, times, None if system.is_busy else time.perf_counter() - began)
+
+
+def _summed(kinds: Mapping[str, Kind], times: Mapping[str, int], took_s: float | None) -> dict[str, Any]:
+    """What a record says of a generation; one that was not run whole is added up."""
     return {
         "steps": {name: kind.document(times[name]) for name, kind in kinds.items()},
-        "whole": whole,
-        "generation_s": took if whole else _expected(kinds, times),
+        "whole": took_s is not None,
+        "generation_s": _expected(kinds, times) if took_s is None else took_s,
         "steps_s": _expected(kinds, times),
-        "predicted_s": sum(times[name] * kind.plan.predicted_step_ms for name, kind in kinds.items()) / 1e3,
     }
 
 
@@ -246,17 +288,20 @@ def timings(result: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
 def rows_of(result: Mapping[str, Any]) -> Iterator[list[str]]:
     """Rows for a table, one a kind of step."""
     for point in result["points"]:
-        case = [f"{point['prompt']:,}", format_bytes(point["budget_bytes"]), f"`{point['way']}`"]
+        budget = format_bytes(point["budget_bytes"]) if point["budget_bytes"] else "all of it"
+        case = [f"{point['prompt']:,}", budget, f"`{point['way']}`"]
+        predicted_s = f"{point['predicted_s']:,.1f}" if "predicted_s" in point else ""
         if point["failed"]:
             yield [*case, point["failed"], *[""] * (len(HEADER) - len(case) - 1)]
         for number, (step, found) in enumerate(point.get("steps", {}).items()):
             floor, used = _floor_ms(result, point, step), found["driver_bytes"]
             all_of_it = f"{point['generation_s']:,.1f}{'' if point['whole'] else ', from its steps'}"
             yield [
-                *case, step, f"{found['times']:,}", f"{found['ms']:,.2f}", f"{found['predicted_ms']:,.2f}", f"{floor:,.2f}",
-                f"{found['ms'] / floor:.2f}", format_bytes(found["planned_bytes"]),
+                *case, step, f"{found['times']:,}", f"{found['ms']:,.2f}",
+                f"{found['predicted_ms']:,.2f}" if "predicted_ms" in found else "", f"{floor:,.2f}",
+                f"{found['ms'] / floor:.2f}", format_bytes(found["planned_bytes"]) if "planned_bytes" in found else "",
                 format_bytes(max(used)) if used else "",
-                *(("", "") if number else (all_of_it, f"{point['predicted_s']:,.1f}")),
+                *(("", "") if number else (all_of_it, predicted_s)),
                 ", ".join(f"{ms:,.2f}" for ms in point.get("kernels_ms", {}).get(step, {}).values()),
             ]  # fmt: skip
 
@@ -281,6 +326,21 @@ def _point(model: CompiledModel, way: str | SparseKeys, *, prompt: int, answer: 
         return point | {"failed": str(error)}
 
 
+def _plain_point(loops: Loops, loop: str, *, prompt: int, answer: int, seconds: float) -> dict[str, Any]:
+    """Measure a loop on all of the card; why it does not fit, under `failed`."""
+    like = LOOPS[loop]
+    point: dict[str, Any] = {
+        "prompt": prompt, "answer": answer, "budget_bytes": None, "way": loop, "failed": None,
+        "options": asdict(like) if isinstance(like, SparseKeys) else None,
+    }  # fmt: skip
+    torch.cuda.empty_cache()
+    try:
+        with torch.no_grad():
+            return point | measured_plainly(loops.network, loop, prompt=prompt, answer=answer, seconds=seconds)
+    except torch.OutOfMemoryError as error:
+        return point | {"failed": str(error).splitlines()[0]}
+
+
 def _sparse_keys(text: str) -> SparseKeys:
     """`{"retention": 0.1}` as options."""
     try:
@@ -296,20 +356,25 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--answer", type=int, default=256, help="tokens to generate, in blocks of 32")
     parser.add_argument("--budget", type=parse_bytes, default="24GiB", help="of the device")
     parser.add_argument("--options", nargs="+", default=["{}"], help="of sparse keys, as JSON")
-    parser.add_argument("--beside", default=f"{DENSE},{DUAL}", help="of dense and dual, or nothing")
+    parser.add_argument(
+        "--beside", default=f"{DENSE},{DUAL}", help=f"of dense, dual and {', '.join(LOOPS)}; or nothing"
+    )
     parser.add_argument("--seconds", type=float, default=200.0, help="generations that take longer are not timed whole")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     asked = parser.parse_args(arguments)
     if len(asked.models) > 1:
         raise UsageError("one model a process: the profiler of the one before would count as memory of the next.")
     clock, on_card, name = Clock.start(asked.minutes), asked.device != "cpu", asked.models[0]
-    ways = [*map(_sparse_keys, asked.options), *filter(None, asked.beside.split(","))]
+    beside = [*filter(None, asked.beside.split(","))]
+    ways = [*map(_sparse_keys, asked.options), *(way for way in beside if way not in LOOPS)]
+    plain = [way for way in beside if way in LOOPS]
     points = list[dict[str, Any]]()
     result: dict[str, Any] = {
         "environment": environment(METHOD), "model": name, "device": asked.device, "layers": asked.layers,
         "answer": asked.answer, "card": card(on_card), "points": points,
     }  # fmt: skip
     reached = reaching(cut(load(name), asked.layers), max(asked.prompt) + asked.answer)
+    loops = Loops(reached, cuda=on_card, budget_bytes=None, seed=asked.seed) if plain else None
     with mosaic.compile(
         reached, device=asked.device, budget=asked.budget, host_budget=asked.host_budget,
         seed=asked.seed,
@@ -321,6 +386,10 @@ def main(arguments: Sequence[str]) -> None:
             way = SparseKeys(**point["options"])
             point["kernels_ms"] = kernels_of(model, way, prompt=point["prompt"], answer=asked.answer)
             write(f"keys-{name}-{asked.device}{tag_of(asked)}", result)
+    for way, prompt in clock.while_left([*product(plain, asked.prompt)], print):
+        assert loops is not None
+        points.append(_plain_point(loops, way, prompt=prompt, answer=asked.answer, seconds=asked.seconds))
+        write(f"keys-{name}-{asked.device}{tag_of(asked)}", result)
     print(table(HEADER, [*rows_of(result)]))
 
 

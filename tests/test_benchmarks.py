@@ -651,6 +651,43 @@ def test_sparse_keys_are_timed_by_kind_of_step_beside_dense_and_dual(
         sparse_keys.main(["tiny", "--device", "cpu", "--options", "retention"])
 
 
+@pytest.mark.soak
+def test_published_loops_are_timed_beside_sparse_keys(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_keys, "load", lambda name: load(LLADA))
+    beside = ["dual", "fast-dllm", "sparse-dllm-packed"]
+    given = [
+        "tiny",
+        "--device",
+        "cpu",
+        "--prompt",
+        "64",
+        "--answer",
+        "96",
+        "--budget",
+        "64MiB",
+        "--beside",
+        ",".join(beside),
+    ]
+    for seconds, whole in (("200", True), ("0", False)):
+        sparse_keys.main([*given, "--seconds", seconds])
+        (file,) = out.rglob("keys-*.json")
+        found = json.loads(file.read_text())
+        assert [point["way"] for point in found["points"][1:]] == beside
+        dual, fast, sparse = (point["steps"] for point in found["points"][1:])
+        assert fast.keys() == dual.keys() and {name: step["times"] for name, step in sparse.items()} == {
+            "full": 3, "refresh": 3, "reuse": 90
+        }  # fmt: skip
+        for steps in (fast, sparse):
+            assert all((step["timed"] == step["times"]) == whole for step in steps.values())
+        assert all(point["whole"] == whole and point["generation_s"] > 0 for point in found["points"])
+        rows = [*sparse_keys.rows_of(found)]
+        assert {len(row) for row in rows} == {len(sparse_keys.HEADER)} and rows[-1][6] == rows[-1][9] == ""
+        assert len([*sparse_keys.timings(found)]) == len(rows)
+    with pytest.raises(UsageError, match="like LLaDA"):
+        monkeypatch.setattr(sparse_keys, "load", lambda name: load("small-sdar"))
+        sparse_keys.main(given)
+
+
 def shorten(monkeypatch: pytest.MonkeyPatch, timed: int = 6) -> None:
     """Let few steps be timed, which is enough where tokens are counted."""
     for name, steps in {"LEAST": 3, "WARM": 3, "SPREAD": 0, "TIMED": timed}.items():

@@ -4,7 +4,8 @@ their records."""
 from __future__ import annotations
 
 import json
-import time
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
@@ -20,6 +21,7 @@ from test_bench_loops import network_of
 from test_decoding import CONFIGS, MASK, prompt_of
 from torch import Tensor
 
+from benchmarks import sparse_keys
 from benchmarks.dllm_serve import __main__ as command
 from benchmarks.dllm_serve import curves, dllm_cache, driving, padded, phases, selection, systems, tables
 from benchmarks.dllm_serve.baselines import (
@@ -33,12 +35,12 @@ from benchmarks.dllm_serve.baselines import (
     rows_of,
 )
 from benchmarks.dllm_serve.dllm_cache import Intervals
-from benchmarks.dllm_serve.trace import KINDS, Asked, digest_of, trace
+from benchmarks.dllm_serve.trace import KINDS, LONGEST, Asked, described, trace
 from benchmarks.loops import PlainModel, generate_plainly
 from mosaic import decoding
 from mosaic.decoding import Submission
 from mosaic.decoding.config import GenerationConfig, resolve
-from mosaic.errors import UnknownName, UsageError
+from mosaic.errors import DoesNotFit, UnknownName, UsageError
 from mosaic.models import load
 
 NETWORK, TENSORS = network_of("llada")
@@ -70,23 +72,24 @@ def served(system: System, found: Found) -> dict[int, list[int]]:
     return answers
 
 
-def packed_steps(rows: int, places: int, *, published: bool = False) -> phases.PackedSteps:
-    return phases.PackedSteps(NETWORK, phases.Pool.of(NETWORK, rows), places, published=published)
+def arrangements(dual: bool, found: Found) -> dict[str, Callable[[], System]]:
+    """Every arrangement of the rows of an algorithm.
 
+    A scheduler's steps have room for the longest request beside one block: requests are in different phases.
+    """
+    loop, longest = padded.fast_dllm if dual else padded.sparse_dllm, max(asked.length for asked, _ in found)
+    rows, pages = max(rows_of(asked, dual=dual) for asked, _ in found), max(pages_of(asked) for asked, _ in found)
 
-def arrangements(dual: bool) -> dict[str, Callable[[], System]]:
-    """Every arrangement of the rows of an algorithm; a scheduler's pool has rows for two of three requests."""
-    loop = padded.fast_dllm if dual else padded.sparse_dllm
-    rows, pages = (
-        max(of(asked) for asked, _ in requests_of(SIZES)) for of in (lambda one: rows_of(one, dual=dual), pages_of)
-    )
+    def steps(rows: int, *, published: bool = False) -> phases.PackedSteps:
+        return phases.PackedSteps(NETWORK, phases.Pool.of(NETWORK, rows), 3, longest, published=published)
+
     every: dict[str, Callable[[], System]] = {
         "padded": lambda: Static(padded_loop(NETWORK, loop), 2),
-        "packed": lambda: Static(packed_loop(packed_steps(3 * rows, 3), dual=dual), 3),
+        "packed": lambda: Static(packed_loop(steps(3 * rows), dual=dual), 3),
     }
     if not dual:
-        every["scheduled"] = lambda: Scheduled(packed_steps(2 * rows, 8), 200)
-        every["scheduled, published"] = lambda: Scheduled(packed_steps(2 * pages, 8, published=True), 200)
+        every["scheduled"] = lambda: Scheduled(steps(3 * rows), longest + 32)
+        every["scheduled, published"] = lambda: Scheduled(steps(2 * pages, published=True), longest + 32)
     return every
 
 
@@ -119,7 +122,7 @@ def test_loops_decide_what_mosaic_decides(cache: Any, sizes: Sequence[tuple[int,
     expected = {number: live.generation.token_ids.tolist() for number, live in enumerate(lives)}
     runner.close()
     assert len({token for answer in expected.values() for token in answer}) > 8
-    for name, make in arrangements(cache == "dual").items():
+    for name, make in arrangements(cache == "dual", found).items():
         assert served(make(), found) == expected, name
 
 
@@ -187,6 +190,114 @@ def test_dllm_cache_decides_what_it_is_stated_to_decide(intervals: Intervals) ->
         assert served(system, found) == expected, name
 
 
+# --- who is served ----------------------------------------------------------------------------------------------------
+
+
+class Idle(phases.PackedSteps):
+    """Steps that compute nothing: requests and tokens of each are noted."""
+
+    def __init__(self, rows: int, longest: int = 256) -> None:
+        super().__init__(NETWORK, phases.Pool.of(NETWORK, rows), 24, longest)
+        self.noted = list[list[tuple[int, int]]]()
+
+    def step(self, lives: Sequence[phases.Live]) -> None:
+        self.noted.append([(live.asked.number, live.tokens) for live in lives])
+        for live in lives:
+            live.steps += 1
+
+
+def walked(found: Sequence[Asked], most: int) -> Iterator[dict[int, int]]:
+    """dLLM-Serve's public scheduler, stated apart: running requests up to the first that does not fit, then newcomers, which stand
+    before those that were left out."""
+    running, waiting, taken, coming = list[Asked](), list[Asked](), Counter[int](), [*found]
+    for step in count():
+        while coming and coming[0].at_s <= step:
+            waiting.append(coming.pop(0))
+        if not running and not waiting:
+            return
+        chosen, costs = list[Asked](), dict[int, int]()
+        for newcomers, queue in ((False, [*running]), (True, [*waiting])):
+            for one in queue:
+                cost = one.length if taken[one.number] % 32 < 2 else 32
+                if sum(costs.values()) + cost > most:
+                    break
+                chosen.append(one)
+                costs[one.number] = cost
+                (waiting if newcomers else running).remove(one)
+        taken.update(costs.keys())
+        running = [one for one in chosen if taken[one.number] < one.answer] + running
+        yield costs
+
+
+def test_the_scheduler_walks_requests_as_stated() -> None:
+    overtaken = 0
+    for seed in range(4):
+        rng = random.Random(seed)
+        found, at_s = [], 0
+        for asked, prompt in requests_of([(rng.randint(1, 160), 32 * rng.randint(1, 3)) for _ in range(24)]):
+            found.append((asked._replace(at_s=at_s), prompt))
+            at_s += rng.randint(0, 3)
+        steps, most = Idle(rows=5000), rng.randint(400, 500)
+        system = Scheduled(steps, most)
+        coming = [*found]
+        for step in count():
+            while coming and coming[0][0].at_s <= step:
+                system.submit(*coming.pop(0))
+            if not system.is_busy:
+                break
+            system.step()
+        assert steps.noted == [[*costs.items()] for costs in walked([asked for asked, _ in found], most)]
+        assert max(sum(dict(tokens).values()) for tokens in steps.noted) <= most and steps.pool.runs == []
+        overtaken += sum([*dict(tokens)] != sorted(dict(tokens)) for tokens in steps.noted)
+    assert overtaken
+
+
+def test_a_batch_is_the_largest_that_fits_and_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stand-in for a card of 100 GiB, of which 1 GiB is not PyTorch's: from 6 requests on a step runs out of memory."""
+    said, tried = list[float](), list[int]()
+
+    class Small(Idle):
+        def step(self, lives: Sequence[phases.Live]) -> None:
+            super().step(lives)
+            tried.append(len(lives))
+            if len(lives) > most and any(live.phase is phases.Phase.REUSE for live in lives):
+                raise torch.OutOfMemoryError("out of memory")
+
+    def build(network: Any, units: int, tokens: int) -> System:
+        return Static(packed_loop(Small(units * 600, LONGEST.length), dual=False), units)
+
+    most = 5
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100 << 30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", said.append)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 16 << 30)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(systems, "driver_bytes", lambda cuda: 17 << 30)
+    monkeypatch.setitem(systems.BASELINES, "fast-dllm", build)
+    loops = systems.Loops(load(CONFIGS["llada"]), cuda=False, budget_bytes=24 << 30, seed=0)
+    assert loops.make("fast-dllm").units == 5 and {1, 2, 4, 8, 6, 5} == {*tried}
+    assert said == [pytest.approx(0.97 * 0.23), pytest.approx(0.23)]
+    loops.close()
+    assert said[2:] == [1.0]
+    most = 0
+    with pytest.raises(DoesNotFit, match=r"fast-dllm: a request of 1,112 positions does not fit 24\.00 GiB"):
+        loops.make("fast-dllm")
+
+
+@pytest.mark.parametrize(
+    "make", [lambda steps: Scheduled(steps, 200), lambda steps: Static(packed_loop(steps, dual=False), 2)]
+)
+def test_requests_that_are_forgotten_leave_nothing(make: Callable[[phases.PackedSteps], System]) -> None:
+    steps = Idle(rows=300)
+    system = make(steps)
+    for _ in range(3):
+        for asked, prompt in requests_of(SIZES):
+            system.submit(asked, prompt)
+        system.step()
+        assert system.is_busy and len(steps.pool.runs) == 2
+        system.reset()
+        assert not system.is_busy and steps.pool.runs == []
+
+
 # --- traffic and points -----------------------------------------------------------------------------------------------
 
 
@@ -194,9 +305,10 @@ def test_dllm_cache_decides_what_it_is_stated_to_decide(intervals: Intervals) ->
 def test_a_trace_is_the_same_for_all_and_as_its_kind_says(name: str) -> None:
     kind = KINDS[name]
     found = [*islice(trace(kind, 5), 4000)]
-    assert found == [*islice(trace(kind, 5), 4000)] and digest_of(kind, 5) != digest_of(kind, 6)
+    assert found == [*islice(trace(kind, 5), 4000)] and described(kind, 5) != described(kind, 6)
     for ends, lengths in ((kind.prompts, [one.prompt for one in found]), (kind.answers, [one.answer for one in found])):
         assert ends[0] <= min(lengths) < 1.1 * ends[0] and 0.9 * ends[1] < max(lengths) <= ends[1]
+    assert described(kind, 5)["mean_answer"] == pytest.approx(sum(one.answer for one in found) / 4000, rel=0.05)
     assert all(one.answer % 32 == 0 for one in found) and [one.number for one in found] == [*range(4000)]
     gaps = torch.tensor([one.at_s for one in found]).diff()
     assert gaps.mean() == pytest.approx(1.0, abs=0.1) and gaps.min() >= 0
@@ -204,12 +316,18 @@ def test_a_trace_is_the_same_for_all_and_as_its_kind_says(name: str) -> None:
 
 
 class Fake:
-    """Serves one request after the other, in steps of 5 ms, but for one that never ends."""
+    """Serves one request after the other, in steps of 5 ms by its own clock, but for one that never ends."""
 
     asynchronous = False
 
     def __init__(self, never: int) -> None:
-        self.decided, self.waiting, self.never = 0, list[Asked](), never
+        self.decided, self.waiting, self.never, self.now = 0, list[Asked](), never, 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds + 1e-9
 
     @property
     def is_busy(self) -> bool:
@@ -223,7 +341,7 @@ class Fake:
         self.waiting.clear()
 
     def step(self) -> Found:
-        time.sleep(5e-3)
+        self.sleep(5e-3)
         first = self.waiting.pop(0)
         if first.number == self.never:
             return []
@@ -231,21 +349,60 @@ class Fake:
         return [(first, torch.zeros(first.answer))]
 
 
-@pytest.mark.soak
-def test_latencies_are_of_requests_of_the_first_half_to_their_end_or_to_the_last() -> None:
-    """Requests 0.05 s apart, for half a second; the one that never ends has its age."""
-    arch = NETWORK.arch
-    asked = (Asked(number, float(number), 3, 32) for number in count())
-    found = driving.driven(Fake(never=2), asked, arch, rate=20.0, seconds=0.5, cuda=False)
-    assert (found["came"], found["ended"], found["tokens"]) == (10, 9, 9 * 32)
-    assert (found["counted"], found["unended"]) in [(5, 1), (6, 1)]  # the sixth comes at the middle
-    assert found["latency_most_s"] == pytest.approx(0.4, abs=0.03) and found["latency_median_s"] < 0.04
-    assert found["latency_span_s"] == pytest.approx(0.4, abs=0.03) and found["latency_deviation_s"] > 0.1
-    assert found["steps"] == 10 and found["busy_s"] == pytest.approx(0.05, abs=0.03)
-    asked = (Asked(number, float(number), 3, 32) for number in count())
-    queued = driving.driven(Fake(never=-1), asked, arch, rate=driving.QUEUED, seconds=0.2, cuda=False)
-    assert queued["rate"] is None and queued["came"] == queued["ended"] - 1 + driving.BACKLOG
-    assert queued["tokens_per_s"] == pytest.approx(32 * queued["ended"] / queued["seconds"])
+def test_latencies_are_of_requests_of_the_first_half_to_their_end_or_to_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests 0.1 s apart, for a second; the one that never ends has its age."""
+
+    def driven(system: Fake, **more: Any) -> dict[str, Any]:
+        monkeypatch.setattr(driving, "time", system)
+        asked = (Asked(number, float(number), 3, 32) for number in count())
+        return driving.driven(system, asked, NETWORK.arch, cuda=False, **more)
+
+    found = driven(Fake(never=2), rate=10.0, seconds=0.99)
+    assert (found["came"], found["ended"], found["tokens"], found["steps"]) == (10, 9, 9 * 32, 10)
+    assert (found["counted"], found["unended"]) == (5, 1)
+    expected = torch.tensor([5e-3, 5e-3, 0.79, 5e-3, 5e-3])
+    assert found["latency_mean_s"] == pytest.approx(float(expected.mean()), abs=1e-5)
+    assert found["latency_deviation_s"] == pytest.approx(float(expected.std(correction=0)), abs=1e-5)
+    assert found["latency_most_s"] == pytest.approx(0.79, abs=1e-5) and found["latency_median_s"] < 5.1e-3
+    assert found["latency_span_s"] == pytest.approx(0.785, abs=1e-5) and found["busy_s"] == pytest.approx(
+        0.05, abs=1e-5
+    )
+    queued = driven(Fake(never=-1), rate=driving.QUEUED, seconds=0.3)
+    assert queued["rate"] is None and queued["ended"] == 60 and queued["came"] == 59 + driving.BACKLOG
+    assert queued["tokens_per_s"] == pytest.approx(32 * 200, rel=1e-5)
+
+
+def test_steps_of_a_published_loop_are_told_apart_by_their_place_in_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first takes 3 ms, others 1 ms, by a clock of their own; beside the steps that warm the loop."""
+
+    class Timed(Fake):
+        def step(self) -> Found:
+            self.sleep(3e-3 if self.decided % 32 == 0 else 1e-3)
+            self.decided += 1
+            self.waiting = [] if self.decided == 96 else self.waiting
+            return []
+
+        def reset(self) -> None:
+            self.waiting, self.decided = [], 0
+
+    system = Timed(never=-1)
+    monkeypatch.setattr(sparse_keys, "time", system)
+    monkeypatch.setitem(sparse_keys.BASELINES, "fast-dllm", lambda network, units, tokens, longest: system)
+    found = sparse_keys.measured_plainly(NETWORK, "fast-dllm", prompt=9, answer=96, seconds=1.0)
+    assert {name: (step["timed"], step["times"]) for name, step in found["steps"].items()} == {
+        "full": (3, 3),
+        "later": (93, 93),
+    }
+    assert [step["ms"] for step in found["steps"].values()] == pytest.approx([3, 1], abs=1e-3)
+    assert found["whole"] and found["generation_s"] == pytest.approx(0.102, abs=1e-5)
+    found = sparse_keys.measured_plainly(NETWORK, "fast-dllm", prompt=9, answer=96, seconds=0.01)
+    assert (
+        not found["whole"]
+        and found["steps"]["full"]["timed"] == 2
+        and found["generation_s"] == pytest.approx(0.102, abs=1e-5)
+    )
 
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *given: str) -> dict[str, Any]:
@@ -259,11 +416,12 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *given: str) -> dict[str,
 
 @pytest.mark.soak
 def test_the_command_measures_every_system_at_every_rate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    given = "--seconds", "0.4", "--rates", "queued,50", "--systems", "mosaic:no-such-cache,dllm-serve-packed"
+    given = "--seconds", "0.4", "--rates", "queued,50,0.001", "--systems", "mosaic:no-such-cache,dllm-serve-packed"
     found = run(monkeypatch, tmp_path, *given)
-    queued, point, failed = found["points"]
-    assert [one["system"] for one in found["points"]] == [*["dllm-serve-packed"] * 2, "mosaic:no-such-cache"]
+    queued, point, idle, failed = found["points"]
+    assert [one["system"] for one in found["points"]] == [*["dllm-serve-packed"] * 3, "mosaic:no-such-cache"]
     assert (queued["rate"], point["rate"]) == (None, 50.0) and queued["tokens"] > 0 and point["tokens"] > 0
+    assert idle["came"] == idle["tokens"] == idle["steps"] == 0, "who waited before is forgotten"
     assert "latency_mean_s" not in queued and 0 < point["latency_mean_s"] <= point["latency_most_s"]
     assert "no-such-cache" in failed["failed"] and queued["failed"] is point["failed"] is None
     rows = [*tables.rows_of(found)]
@@ -296,4 +454,4 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     with pytest.raises(UsageError, match="one model a process"):
         command.main(["tiny", "tiny"])
     with pytest.raises(UsageError, match="like LLaDA"):
-        systems.Loops(load(CONFIGS["sdar"]), budget_bytes=None, seed=0)
+        systems.Loops(load(CONFIGS["sdar"]), cuda=False, budget_bytes=None, seed=0)

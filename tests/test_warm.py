@@ -6,6 +6,7 @@ import gc
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from mosaic.decoding import GenerationConfig, Session, Submission
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.planner.planner import Planner
 from mosaic.runtime.executor import Executor
+from mosaic.runtime.graph_memory import GraphMemory
 
 GREEDY = GenerationConfig(gen_length=8, stop_at_eos=False)
 DRAWN = GenerationConfig(gen_length=8, stop_at_eos=False, temperature=0.8, top_p=0.9)
@@ -86,6 +88,21 @@ def test_a_warm_session_plans_nothing_and_maps_nothing(
                 come_and_go(session, rng, part, most=8, tokens=64)
         assert made.pop("runs") and made == {"plans": 0, "executors": 0}
         assert model.workspace.changes() == pages
+
+
+@pytest.mark.parametrize("most", [16, pytest.param(128, marks=pytest.mark.soak)])
+def test_a_warm_session_of_few_steps_plans_nothing(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is room for few graphs, few steps serve all; how many rows of an evicting one stay differs."""
+    monkeypatch.setattr(GraphMemory, "most", 6)
+    evicting = [
+        replace(GREEDY, eviction=how) for how in ("focus", "focus:requests=64")
+    ]  # plans say whether the last pays
+    layered = {**CONFIGS["sdar"], "num_hidden_layers": 3}
+    with mosaic.compile(layered, seed=3) as model, model.session(max_num_batched_tokens=4 * most) as session:
+        session.warm([GREEDY, *evicting], requests=most, tokens=64)
+        with counted(monkeypatch) as made:
+            come_and_go(session, random.Random(1), 2 * most, most=most, tokens=64, configs=[GREEDY, *evicting])
+        assert made.pop("runs") and made == {"plans": 0, "executors": 0}
 
 
 @pytest.mark.parametrize("budget", ["2.5MiB", pytest.param("6MiB", marks=pytest.mark.soak)])

@@ -22,7 +22,7 @@ from benchmarks.cases import Clock, cut, options, tag_of
 from benchmarks.dllm_serve.driving import QUEUED, driven
 from benchmarks.dllm_serve.systems import BASELINES, DEFAULT, MOSAIC, Loops, Made, beside_bytes, mosaic_system
 from benchmarks.dllm_serve.tables import HEADER, rows_of
-from benchmarks.dllm_serve.trace import KINDS, digest_of, trace
+from benchmarks.dllm_serve.trace import KINDS, described, trace
 from benchmarks.floor import Floor
 from benchmarks.record import environment, table, write
 from mosaic.devices import load_device
@@ -66,7 +66,7 @@ def points(model: Model, asked: argparse.Namespace, clock: Clock) -> Iterator[di
     """Measure every system at every rate; yield each point, or why there is none, under `failed`."""
     cuda = load_device(asked.device).backend == "cuda"
     budget = asked.budget if cuda else None
-    loops = Loops(model, budget_bytes=budget, seed=asked.seed)
+    loops = Loops(model, cuda=cuda, budget_bytes=budget, seed=asked.seed)
     for name in clock.while_left(asked.systems, print):
         try:
             if name in BASELINES:
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str]) -> None:
     result: dict[str, Any] = {
         "environment": environment(METHOD), "model": name, "layers": asked.layers, "device": asked.device,
         "card": card(asked.device != "cpu"), "budget_bytes": asked.budget, "traffic": asked.traffic, "seed": asked.seed,
-        "trace": digest_of(KINDS[asked.traffic], asked.seed), "seconds": asked.seconds, "points": found,
+        "trace": described(KINDS[asked.traffic], asked.seed), "seconds": asked.seconds, "points": found,
     }  # fmt: skip
     with torch.no_grad():
         for point in points(cut(load(name), asked.layers), asked, clock):

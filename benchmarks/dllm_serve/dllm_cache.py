@@ -31,7 +31,7 @@ from benchmarks.dllm_serve.forward import (
 )
 from benchmarks.dllm_serve.padded import Padded
 from benchmarks.dllm_serve.phases import MOST_LOGITS
-from benchmarks.dllm_serve.trace import BLOCK, LONGEST, Asked
+from benchmarks.dllm_serve.trace import BLOCK, Asked
 
 __all__ = ["PAPER", "Intervals", "dllm_cache", "dllm_cache_packed"]
 
@@ -182,7 +182,7 @@ def dllm_cache_packed(
     network: Transformer, found: Sequence[tuple[Asked, Tensor]], intervals: Intervals = PAPER
 ) -> Iterator[list[tuple[Asked, Tensor]]]:
     """Decode packed requests and prompts; yield who has ended after every step, and their answers."""
-    device, table = network.embedding.device, Angles.of(network, LONGEST)
+    device, table = network.embedding.device, Angles.of(network, max(asked.length for asked, _ in found))
     left = sorted(found, key=lambda one: -one[0].answer)
     sizes = [(asked.prompt, asked.answer) for asked, _ in left]
     features = _Features(network, sizes, intervals, padded=False)

@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.bench.baselines import Transformer
 from benchmarks.dllm_serve.forward import Angles, Bounds, attend_packed, commit, decided, run_layers
 from benchmarks.dllm_serve.selection import DELAY, OPTIONS, chosen, scores_of
-from benchmarks.dllm_serve.trace import BLOCK, LONGEST, Asked
+from benchmarks.dllm_serve.trace import BLOCK, Asked
 
 __all__ = ["MOST_LOGITS", "Live", "PackedSteps", "Phase", "Pool"]
 
@@ -196,15 +196,17 @@ class PackedSteps:
         Where kept keys lie.
     places
         Requests that are live together at most.
+    longest
+        Positions of a request at most.
     """
 
-    def __init__(self, network: Transformer, pool: Pool, places: int, *, published: bool = False) -> None:
-        self.network, self.pool, self.published = network, pool, published
+    def __init__(self, network: Transformer, pool: Pool, places: int, longest: int, *, published: bool = False) -> None:
+        self.network, self.pool, self.longest, self.published = network, pool, longest, published
         self.device = network.embedding.device
-        self.ids = torch.zeros(places, LONGEST, dtype=torch.int64, device=self.device)
-        self.open_ = torch.zeros(places, LONGEST, dtype=torch.bool, device=self.device)
+        self.ids = torch.zeros(places, longest, dtype=torch.int64, device=self.device)
+        self.open_ = torch.zeros(places, longest, dtype=torch.bool, device=self.device)
         self._free = [*range(places)][::-1]
-        self._angles = Angles.of(network, LONGEST)
+        self._angles = Angles.of(network, longest)
         self._last: tuple[object, _Layout] | None = None
 
     def begin(self, asked: Asked, prompt: Tensor, rows: int, *, dual: bool) -> Live | None:
@@ -212,10 +214,10 @@ class PackedSteps:
         if not self._free or (base := self.pool.take(rows)) is None:
             return None
         place = self._free.pop()
-        ids = torch.full((LONGEST,), self.network.arch.mask_token_id)
+        ids = torch.full((self.longest,), self.network.arch.mask_token_id)
         ids[: asked.prompt] = prompt
         self.ids[place] = ids.to(self.device)
-        self.open_[place] = (torch.arange(LONGEST) >= asked.prompt).to(self.device)
+        self.open_[place] = (torch.arange(self.longest) >= asked.prompt).to(self.device)
         return Live(asked, place, base, dual)
 
     def end(self, live: Live) -> Tensor:
@@ -255,7 +257,7 @@ class PackedSteps:
 
     def _layout(self, lives: Sequence[Live]) -> _Layout:
         """Where rows lie; the last step's, if nothing has changed."""
-        key = [(live, live.window, live.block) for live in lives]
+        key = [(live, live.phase) for live in lives]  # a block does not begin in the phase in which one ends
         if self._last is None or self._last[0] != key:
             self._last = key, self._laid_out(lives)
         return self._last[1]
@@ -268,8 +270,8 @@ class PackedSteps:
             (first, end), (start, _), reuses = live.window, live.block, live.phase is Phase.REUSE
             here = np.arange(first, end)
             positions.append(here)
-            cells.append(here + live.place * LONGEST)
-            block_cells.append(np.arange(start, start + BLOCK) + live.place * LONGEST)
+            cells.append(here + live.place * self.longest)
+            block_cells.append(np.arange(start, start + BLOCK) + live.place * self.longest)
             block_rows.append(np.arange(start, start + BLOCK) - first + row)
             rows = np.arange(row, row + len(here))
             if reuses:

@@ -33,7 +33,7 @@ from benchmarks.dllm_serve.baselines import (
 )
 from benchmarks.dllm_serve.dllm_cache import dllm_cache, dllm_cache_packed
 from benchmarks.dllm_serve.phases import PackedSteps, Pool
-from benchmarks.dllm_serve.trace import BLOCK, KINDS, LONGEST, Asked
+from benchmarks.dllm_serve.trace import BLOCK, LONGEST, Asked
 from benchmarks.served import Meter
 from mosaic.decoding import GenerationConfig, LiveRequest, Session, Submission
 from mosaic.errors import DoesNotFit, UsageError
@@ -65,22 +65,23 @@ class Made:
     units: int | None = None
 
 
-def _static_padded(loop: Any, network: Transformer, units: int, tokens: int) -> System:
+def _static_padded(loop: Any, network: Transformer, units: int, tokens: int, longest: Asked = LONGEST) -> System:
     return Static(padded_loop(network, loop), units)
 
 
-def _static_packed(dual: bool, network: Transformer, units: int, tokens: int) -> System:
-    pool = Pool.of(network, units * rows_of(_longest(0), dual=dual))
-    return Static(packed_loop(PackedSteps(network, pool, units), dual=dual), units)
+def _static_packed(dual: bool, network: Transformer, units: int, tokens: int, longest: Asked = LONGEST) -> System:
+    pool = Pool.of(network, units * rows_of(longest, dual=dual))
+    return Static(packed_loop(PackedSteps(network, pool, units, longest.length), dual=dual), units)
 
 
-def _cache_packed(network: Transformer, units: int, tokens: int) -> System:
+def _cache_packed(network: Transformer, units: int, tokens: int, longest: Asked = LONGEST) -> System:
     return Static(lambda found: dllm_cache_packed(network, found), units)
 
 
-def _scheduled(published: bool, network: Transformer, units: int, tokens: int) -> System:
-    rows = pages_of(_longest(0)) if published else rows_of(_longest(0), dual=False)
-    return Scheduled(PackedSteps(network, Pool.of(network, units * rows), PLACES, published=published), tokens)
+def _scheduled(published: bool, network: Transformer, units: int, tokens: int, longest: Asked = LONGEST) -> System:
+    rows = pages_of(longest) if published else rows_of(longest, dual=False)
+    pool = Pool.of(network, units * rows)
+    return Scheduled(PackedSteps(network, pool, PLACES, longest.length, published=published), tokens)
 
 
 BASELINES: Final[Mapping[str, Callable[..., System]]] = {
@@ -89,25 +90,18 @@ BASELINES: Final[Mapping[str, Callable[..., System]]] = {
     "sparse-dllm": partial(_static_padded, padded.sparse_dllm), "sparse-dllm-packed": partial(_static_packed, False),
     "dllm-serve": partial(_scheduled, True), "dllm-serve-packed": partial(_scheduled, False),
 }  # fmt: skip
-"""From a model, units as in `Made`, and tokens of a step, of dLLM-Serve's scheduler."""
+"""From a model, units as in `Made`, tokens of a step of dLLM-Serve's scheduler, and the longest request."""
 DEFAULT: Final = (
     *BASELINES, f"{MOSAIC}dual", f"{MOSAIC}sparse:retention=0.5",
     f"{MOSAIC}sparse:retention=0.5:selection=uniform-published:delay=1",
 )  # fmt: skip
 
 
-def _longest(number: int) -> Asked:
-    """The longest request of any traffic."""
-    return Asked(
-        number, 0.0, *(max(getattr(kind, ends)[1] for kind in KINDS.values()) for ends in ("prompts", "answers"))
-    )
-
-
 # --- loops ----------------------------------------------------------------------------------------------------------------
 
 
 class Loops:
-    """Makes loops of a model by name, on the card or, without a budget, on the CPU.
+    """Makes loops of a model by name, within a budget where there is one.
 
     Raises
     ------
@@ -115,15 +109,24 @@ class Loops:
         If the model is none of LLaDA's kind.
     """
 
-    def __init__(self, model: Model, *, budget_bytes: int | None, seed: int) -> None:
+    def __init__(self, model: Model, *, cuda: bool, budget_bytes: int | None, seed: int) -> None:
         arch = model.architecture
         if arch.block or arch.shifted or arch.windows:
             raise UsageError(
                 f"{model.name}: the loops are for models that attend in both directions and predict a position in its own row, "
                 "like LLaDA."
             )
-        self._model, self._budget, self._seed = model, budget_bytes, seed
+        self._model, self._budget, self._seed, self._cuda = model, budget_bytes, seed, cuda
         self._network: Transformer | None = None
+
+    @property
+    def network(self) -> Transformer:
+        """The model, made when it is wanted first."""
+        if self._network is None:
+            arch, device = self._model.architecture, "cuda" if self._cuda else "cpu"
+            self._network = Transformer(arch, device=device, wide_rotary=self._model.family == "llada")
+            fill(self._network.tensors, self._model, self._seed)
+        return self._network
 
     def make(self, name: str) -> Made:
         """Make one, as large as the budget allows.
@@ -133,14 +136,8 @@ class Loops:
         DoesNotFit
             If not even one request fits.
         """
-        if self._network is None:
-            device = "cpu" if self._budget is None else "cuda"
-            self._network = Transformer(
-                self._model.architecture, device=device, wide_rotary=self._model.family == "llada"
-            )
-            fill(self._network.tensors, self._model, self._seed)
         large = self._budget is not None and self._budget >= LARGE
-        build = partial(BASELINES[name], self._network, tokens=LARGE_TOKENS if large else SMALL_TOKENS)
+        build = partial(BASELINES[name], self.network, tokens=LARGE_TOKENS if large else SMALL_TOKENS)
         if self._budget is None:
             return Made(build(units=CPU_UNITS), CPU_UNITS)
         _limit(MARGIN * (self._budget - beside_bytes()))
@@ -177,7 +174,9 @@ def _most_units(build: Callable[..., System], name: str, budget_bytes: int | Non
         middle = (low + high) // 2
         low, high = (middle, high) if _fits(build, middle) else (low, middle)
     if not low:
-        raise DoesNotFit(f"{name}: a request of {LONGEST:,} positions does not fit {format_bytes(budget_bytes or 0)}.")
+        raise DoesNotFit(
+            f"{name}: a request of {LONGEST.length:,} positions does not fit {format_bytes(budget_bytes or 0)}."
+        )
     return low
 
 
@@ -187,8 +186,7 @@ def _fits(build: Callable[..., System], units: int) -> bool:
     try:
         system = build(units=units)
         for number in range(units):
-            asked = _longest(number)
-            system.submit(asked, torch.zeros(asked.prompt, dtype=torch.int64))
+            system.submit(LONGEST._replace(number=number), torch.zeros(LONGEST.prompt, dtype=torch.int64))
         while system.waiting:
             system.step()
         for _ in range(3):
@@ -220,7 +218,7 @@ class MosaicSystem(Queue):
         self._lives = dict[LiveRequest, Asked]()
         self._ended = 0
         with suppress(UsageError):  # requests that generators decode have no ladder of steps
-            self._session.warm(self._config(BLOCK), tokens=LONGEST)
+            self._session.warm(self._config(BLOCK), tokens=LONGEST.length)
 
     def _config(self, answer: int) -> GenerationConfig:
         return GenerationConfig(

@@ -37,9 +37,11 @@ def rows_of(result: Mapping[str, Any]) -> Iterator[list[str]]:
         if point["failed"]:
             yield [name, point["failed"], *[""] * (len(HEADER) - 2)]
             continue
+        queued = f"queued: {point['tokens_per_s'] / result['trace']['mean_answer']:.2f}"
         latencies = [f"{point[key]:,.1f}" for key in LATENCIES if key in point]
         yield [
-            name, f"{point['units'] or ''}", "queued" if point["rate"] is None else f"{point['rate']:g}",
+            name, f"{point['units'] or ''}",
+            queued if point["rate"] is None else f"{point['rate']:g}",
             f"{point['tokens_per_s']:,.0f}", f"{point['tokens_per_s'] / best:.2f}" if best and point["rate"] is None else "",
             f"{point['came']}, {point['ended']}", f"{1e3 * point['busy_s'] / max(point['steps'], 1):.1f}",
             ", ".join(latencies), f"{point['counted']}, {point['unended']}" if "counted" in point else "",

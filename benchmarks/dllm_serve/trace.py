@@ -11,9 +11,10 @@ import math
 import random
 from collections.abc import Iterator, Mapping
 from itertools import count, islice
-from typing import Final, NamedTuple
+from statistics import fmean
+from typing import Any, Final, NamedTuple
 
-__all__ = ["BLOCK", "KINDS", "LONGEST", "Asked", "Kind", "digest_of", "trace"]
+__all__ = ["BLOCK", "KINDS", "LONGEST", "Asked", "Kind", "described", "trace"]
 
 BLOCK: Final = 32
 """Tokens of a block; answers are whole blocks, and each step decides one token."""
@@ -33,8 +34,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "osc": Kind((200, 500), (128, 256)),
     "burst": Kind((100, 600), (128, 512), shape=0.5),
 }
-LONGEST: Final = max(kind.prompts[1] + kind.answers[1] for kind in KINDS.values())
-_DIGESTED: Final = 1000
+_DESCRIBED: Final = 1000
 
 
 class Asked(NamedTuple):
@@ -51,6 +51,12 @@ class Asked(NamedTuple):
         return self.prompt + self.answer
 
 
+LONGEST: Final = Asked(
+    0, 0.0, max(kind.prompts[1] for kind in KINDS.values()), max(kind.answers[1] for kind in KINDS.values())
+)
+"""The longest request of any kind."""
+
+
 def trace(kind: Kind, seed: int) -> Iterator[Asked]:
     """Draw requests without end.
 
@@ -64,6 +70,11 @@ def trace(kind: Kind, seed: int) -> Iterator[Asked]:
         yield Asked(number, at_s, prompt, max(round(answer / BLOCK), 1) * BLOCK)
 
 
-def digest_of(kind: Kind, seed: int) -> str:
-    """Return a digest of a trace's first requests, by which runs show that theirs was the same."""
-    return hashlib.sha1(repr([*islice(trace(kind, seed), _DIGESTED)]).encode(), usedforsecurity=False).hexdigest()[:16]
+def described(kind: Kind, seed: int) -> dict[str, Any]:
+    """Return what a record says of a trace, by its first requests: a digest, by which runs show that theirs was the same, and the
+    mean tokens of prompts and answers."""
+    first = [*islice(trace(kind, seed), _DESCRIBED)]
+    return {
+        "digest": hashlib.sha1(repr(first).encode(), usedforsecurity=False).hexdigest()[:16],
+        "mean_prompt": fmean(one.prompt for one in first), "mean_answer": fmean(one.answer for one in first),
+    }  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Final
@@ -16,14 +16,14 @@ from mosaic.models.parts import CANVAS
 from mosaic.models.policies.policy import BlockStep
 from mosaic.models.policies.registry import policies_of
 from mosaic.models.policies.sparse_keys import SparseKeys
-from mosaic.models.step import StepSize
+from mosaic.models.step import StepSize, bucket
 from mosaic.registrar.request_table import BY_BLOCKS, STOPS
 from mosaic.runtime.sharing import SharedSizes
 
 __all__ = [
     "algorithm_of",
     "canvas_length",
-    "expected_step",
+    "expected_steps",
     "largest_steps",
     "repeated_steps",
     "shapes",
@@ -131,16 +131,22 @@ def largest_steps(
     return [_of_canvas(size, canvas) for size in sizes if size is not None]
 
 
-def expected_step(config: GenerationConfig, largest: Sequence[StepSize]) -> StepSize | None:
-    """Return a cut step of one block of as many requests as its cut expects, or None, by one request's largest steps."""
-    found = [(size, size.phase.cut.expects) for size in largest if size.phase.cut is not None]
-    if not found or not found[-1][1]:
-        return None
-    (size, count), block = found[-1], config.block_length or 1
-    return replace(
-        size, windows=(block,) * count, keys=size.keys * count, owned=size.owned * count, extents=0,
-        rows=min(size.rows, block) * count, states={},
-    )  # fmt: skip
+def expected_steps(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> Iterator[StepSize]:
+    """Give the cut steps of one block of as many requests as an eviction expects: for the prompt, and for half as long ones.
+
+    Keys are rounded up to a power of two: whether cutting pays is found out for few numbers.
+    """
+    prompt, block = prompt_len, config.block_length or 1
+    while config.eviction is not None and prompt:
+        size = largest_steps(config, architecture, prompt, 0)[-1]
+        count, keys = size.phase.cut.expects if size.phase.cut is not None else 0, bucket(size.keys[-1], share=1)
+        if not count:
+            return
+        yield replace(
+            size, windows=(block,) * count, keys=(keys,) * count, owned=(max(keys, *size.owned),) * count, extents=0,
+            rows=min(size.rows, block) * count, states={},
+        )  # fmt: skip
+        prompt //= 2
 
 
 def repeated_steps(

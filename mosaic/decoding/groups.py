@@ -103,9 +103,19 @@ class Groups:
         return tuple(found)
 
     def shared(self, numbers: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """Give each of these groups alone, and all kinds of steps that several of them share."""
+        """Give each of these groups alone, and all kinds of steps that several of them share, each for as many as it serves."""
         yield from ((number,) for number in numbers)
-        yield from (pair for pair in combinations(numbers, 2) if len(self.together(pair)) == 2)
+        pairs = [pair for pair in combinations(numbers, 2) if len(self.together(pair)) > 1]
+        yield from dict.fromkeys([self._widened(pair, numbers) for pair in pairs])
+
+    def _widened(self, pair: tuple[int, int], numbers: Sequence[int]) -> tuple[int, ...]:
+        """These two groups, and those that a step of theirs serves as it is."""
+        joined = self._groups[pair[0]].join(self._groups[pair[1]])
+        assert joined is not None, "they share steps"
+        return tuple([
+            number for number in numbers
+            if number in pair or (joined.join(self._groups[number]) == joined and self.mixes(pair) == self.mixes((*pair, number)))
+        ])  # fmt: skip
 
     def served(self, numbers: tuple[int, ...]) -> None:
         """Note that a step was launched for some groups; one of group 0 alone is the prompts' turn, too."""

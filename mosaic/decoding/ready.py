@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from operator import itemgetter
+from typing import TYPE_CHECKING, Final
 
 from mosaic.models.phase import shared_phase
 from mosaic.runtime.engine import MAKING_MS
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from mosaic.runtime.request_table import RequestTable
 
 __all__ = ["Substitutes"]
+
+LARGER: Final = 2
+"""How many times as many blocks a step may have as the one that it stands in for."""
 
 
 class Substitutes:
@@ -35,7 +39,7 @@ class Substitutes:
     Attributes
     ----------
     patience_ms
-        What a step may cost before one is made in its place.
+        What a step may cost before one is made in its place. If it is endless, a step that is much larger stands in as well.
     """
 
     def __init__(self, table: RequestTable, most_tokens: int) -> None:
@@ -73,15 +77,18 @@ class Substitutes:
         return found if table.is_ready(found) else asked
 
     def _cheapest(self, asked: Shape, fewest: int, longest: float) -> Shape:
-        table = self._table
-        able = [
-            (table.predicted_ms(found.room) * max(asked.room.blocks / found.room.blocks, 1.0), found)
-            for found in table.ready
-            if _serves(found, asked, fewest)
-            and found.room.tokens <= max(asked.room.tokens, self._most_tokens)
-            and found.room.blocks <= longest
-        ]
-        return min(able, key=lambda one: one[0], default=(0.0, asked))[1]
+        near, limits = min(longest, LARGER * asked.room.blocks), (math.inf,) if math.isinf(self.patience_ms) else ()
+        for most in (near, *limits):
+            able = [
+                (self._table.predicted_ms(found.room) * max(asked.room.blocks / found.room.blocks, 1.0), found)
+                for found in self._table.ready
+                if fewest <= found.room.blocks <= most
+                and found.room.tokens <= max(asked.room.tokens, self._most_tokens)
+                and _serves(found, asked)
+            ]
+            if able:
+                return min(able, key=itemgetter(0))[1]
+        return asked
 
     def _loss_ms(self, found: Shape, asked: Shape) -> float:
         """How much longer it takes at most; a step of the same kind takes at least its share of blocks or of rows to decide."""
@@ -91,8 +98,8 @@ class Substitutes:
         return found_ms * max(blocks, 1.0) - self._table.predicted_ms(asked.room)
 
 
-def _serves(found: Shape, asked: Shape, fewest: int) -> bool:
-    """Whether a step does what another one would, for so many blocks at least."""
+def _serves(found: Shape, asked: Shape) -> bool:
+    """Whether a step does what another one would, for as many blocks as it has."""
     able, room = found.room, asked.room
     return (
         found.groups & asked.groups == asked.groups
@@ -101,6 +108,5 @@ def _serves(found: Shape, asked: Shape, fewest: int) -> bool:
         and shared_phase([able.phase, room.phase]) == able.phase
         and (able.windows > 1 or room.windows == 1)
         and able.block == room.block
-        and fewest <= able.blocks <= 2 * room.blocks
         and able.rows >= min(room.rows, able.tokens)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Final
 
 from mosaic.models.step import bucket
@@ -16,6 +17,7 @@ COARSE: Final = 2
 """The same where a step can do with less than it is asked for: prompts beside blocks."""
 
 
+@lru_cache(maxsize=4096)
 def rung(blocks: int) -> int:
     """Return the rung of at least so many blocks.
 

@@ -262,12 +262,17 @@ class Scheduler:
     def ladder(self, rows: Sequence[TableRow]) -> list[tuple[Shape, int | None]]:
         """Return the steps that foreseen requests like these may need, with the size of the second graph of cut ones.
 
-        If they are more than can be kept ready, they have fewer rungs: others have substitutes.
+        If they are more than can be kept ready, they have fewer rungs: others have substitutes, the largest of their kind at worst.
         """
         share = SHARES
         while len(found := [*self._fitting(rows, share)]) > self._ready and share > 1:
             share //= 2
-        return found[:: -(-len(found) // self._ready) or 1]
+        if len(found) > self._ready:
+            found = [*dict(reversed(found)).items()][::-1]  # of each step the largest second graph
+        kinds = [
+            [step for step in found if step[0][1:] == kind] for kind in dict.fromkeys(shape[1:] for shape, _ in found)
+        ]
+        return [step for kind in kinds for step in kind[:: -(-len(found) // self._ready)]]
 
     def _fitting(self, rows: Sequence[TableRow], share: int) -> Iterator[tuple[Shape, int | None]]:
         for shape in dict.fromkeys(self._shapes(rows, share)):

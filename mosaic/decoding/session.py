@@ -18,7 +18,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from mosaic.decoding.algorithms import canvas_length, expected_step, largest_steps, repeated_steps, table_row
+from mosaic.decoding.algorithms import canvas_length, expected_steps, largest_steps, repeated_steps, table_row
 from mosaic.decoding.canvas import Canvas
 from mosaic.decoding.config import GenerationConfig, resolve, uncut, with_options
 from mosaic.decoding.deadlines import Deadlines
@@ -137,8 +137,8 @@ class Session(ClosesOnExit):
         """Plan, compile and capture the steps that requests of a table may need, before they come; they take a minute or two.
 
         Afterwards no request waits for a plan, a kernel, a capture or memory; one too many waits for others, or is refused if too
-        few positions are left. Beyond 512 steps, or as many graphs as there is room for, larger steps serve; second graphs of
-        evicting steps may still be made. All take steps that serve every warm config.
+        few positions are left. Beyond 512 steps, or as many graphs as there is room for, larger steps serve. All take steps that
+        serve every warm config.
 
         Parameters
         ----------
@@ -202,6 +202,8 @@ class Session(ClosesOnExit):
         row = None if self._table is None else table_row(found, arch, prompt, 0, self._table.streams_weights)
         if row is None:
             raise UsageError("warm: requests of these options are generators, whose steps are planned as they come.")
+        for expected in expected_steps(found, arch, prompt):
+            self._runner.pays(expected)
         return row
 
     def admits(self, *submissions: Submission) -> bool:
@@ -266,12 +268,11 @@ class Session(ClosesOnExit):
             config = resolve(submission.config, arch)
             prompt = token_ids(submission.prompt, self._tokenizer, which=which)
             check_prompt(prompt, config, arch, which=which)
-            one = self._of_options(submission, number, prompt, config)
-            expected = expected_step(config, one.largest)
+            expected = next(expected_steps(config, arch, prompt.numel()), None)
             if expected is not None and not self._runner.pays(expected):
                 _log.warning(LEFT_OUT, number, len(expected.windows))
-                one = self._of_options(submission, number, prompt, resolve(uncut(submission.config), arch))
-            found.append(one)
+                config = resolve(uncut(submission.config), arch)
+            found.append(self._of_options(submission, number, prompt, config))
         return found
 
     def _of_options(self, submission: Submission, number: int, prompt: Tensor, config: GenerationConfig) -> _Described:
@@ -279,9 +280,8 @@ class Session(ClosesOnExit):
         arch, tokens = self._runner.architecture, prompt.numel()
         row = None if self._table is None else table_row(config, arch, tokens, number, self._table.streams_weights)
         if row is not None and self._table is not None:
-            demand, pays = demand_of(row, self._table.holes), row.cut is None or not row.cut.expects
-            largest = [] if pays else largest_steps(config, arch, tokens, number)
-            return _Described(submission, number, prompt, config, row.length, demand, largest, row)
+            demand = demand_of(row, self._table.holes)
+            return _Described(submission, number, prompt, config, row.length, demand, [], row)
         largest, length = largest_steps(config, arch, tokens, number), canvas_length(config, arch, tokens)
         return _Described(submission, number, prompt, config, length, most_rows(largest), largest)
 

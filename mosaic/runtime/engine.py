@@ -134,6 +134,7 @@ class Engine:
         self._tables: dict[State, RowTable] = {}
         self._fresh: dict[State, list[Span]] = {}  # of a poisoned model: rows handed out since the last step
         self._lost: Recent[Hashable, float] = Recent(KEPT_SIZES)
+        self._rehearsed = set[Hashable]()
         self._placed = Recent[Hashable, bool](KEPT_SIZES)
         self._planned, self._counted = Recent[Hashable, bool](KEPT_SIZES), HostCopy()
         self.shared = WeakSet[SharedSizes]()
@@ -248,6 +249,7 @@ class Engine:
     def rehearse(self, step: PackedStep, kept: int | None) -> None:
         """Run a step that serves nobody, the second graph of a cut one at a size, until its graphs are bound and captured."""
         graphs = [step] if kept is None else [step.graph(), step.graph(kept)]
+        self._rehearsed.add(step.key)
         for _ in range(2 if self._on_cuda else 1):  # the second run captures
             if all(map(self.is_ready, graphs)):
                 break
@@ -343,10 +345,12 @@ class Engine:
         return self._run(step.graph(kept), config)
 
     def _ready_instead(self, step: PackedStep, kept: int) -> int:
-        """A size of the second graph that is ready, and holds as much, until it has cost what making the right one would."""
-        near = (size for size in step.buckets if kept <= size <= SLOWER * kept)
+        """A size of the second graph that is ready, and holds as much: of a rehearsed step any, of others one that is not much
+        larger, until it has cost what making the right one would."""
+        rehearsed = step.key in self._rehearsed
+        near = (size for size in step.buckets if kept <= size and (rehearsed or size <= SLOWER * kept))
         ready = next((size for size in near if self.is_ready(step.graph(size))), kept)
-        if ready > kept:
+        if ready > kept and not rehearsed:
             plan, _ = self._bound[step.graph(ready).key, None]
             lost = self._lost[step.key, kept] = (
                 self._lost.get((step.key, kept), 0.0) + (1 - kept / ready) * plan.predicted_step_ms

@@ -26,9 +26,11 @@ class Recent(OrderedDict[Key, Value]):
 
     def find(self, key: Key, make: Callable[[], Value]) -> Value:
         """Return the value of a key; if there is none, make it and keep it."""
-        if key not in self:
+        try:
+            self.move_to_end(key)
+        except KeyError:
             self[key] = make()
+            self.move_to_end(key)
             if len(self) > self._most:
                 self._dropped(self.popitem(last=False)[1])
-        self.move_to_end(key)
         return self[key]

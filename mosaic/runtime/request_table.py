@@ -354,7 +354,8 @@ class RequestTable:
 
     def is_ready(self, shape: Shape) -> bool:
         """Return whether such a step can be launched without being planned, bound or captured."""
-        return shape in self.ready and self._engine.is_ready(self.ready[shape])
+        step = self.ready.get(shape)
+        return step is not None and self._engine.is_ready(step)
 
     def kept(self, room: Room) -> Sequence[int | None]:
         """Return the sizes of the second graph of such a step: None alone if it is not cut."""

@@ -34,14 +34,15 @@ class Room(NamedTuple):
 
     @classmethod
     def ladder(cls, phase: Phase, requests: int, blocks: int, block: int, own_rows: int) -> list[Room]:
-        """Return all rooms of so many blocks for up to so many requests, each of which decides up to `own_rows` rows."""
+        """Return all rooms of so many blocks for up to so many requests, each of which decides up to `own_rows` rows; the most rows
+        first."""
         found = dict[Room, None]()
-        for count in {1, min(blocks, requests)}:
+        for count in sorted({1, min(blocks, requests)}):
             least, most = (decided(rows, blocks * block) for rows in (own_rows, own_rows * count))
             for rows in decisions(blocks * block):
                 if least <= rows <= most:
                     found[cls.of(phase, count, blocks, block, rows)] = None
-        return list(found)
+        return list(found)[::-1]
 
     @property
     def tokens(self) -> int:
