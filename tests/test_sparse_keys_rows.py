@@ -66,7 +66,7 @@ SOAKED = [
 """Those in which no two scores of a step are alike but for the last bits: these change with who shares the step."""
 
 
-@pytest.mark.parametrize(("family", "seed", "count", "longest"), [("dream", 0, 6, 32), *SOAKED])
+@pytest.mark.parametrize(("family", "seed", "count", "longest"), [("dream", 0, 4, 24), *SOAKED])
 def test_random_requests_get_what_they_get_alone(
     models: dict[str, CompiledModel], family: str, seed: int, count: int, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
