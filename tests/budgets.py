@@ -36,7 +36,7 @@ BUDGETS_S: Mapping[str, float] = {
     "test_search": 4, "test_selected_attention": 4, "test_selection": 16,
     "test_selection_of_keys": 5, "test_selection_of_keys_triton": 13, "test_session": 8, "test_session_callers": 3,
     "test_shared_model": 2, "test_small_models": 7, "test_small_training": 5,
-    "test_sparse_attention": 15, "test_sparse_keys": 9, "test_sparse_keys_triton": 3,
+    "test_sparse_attention": 15, "test_sparse_keys": 9, "test_sparse_keys_rows": 6, "test_sparse_keys_triton": 3,
     "test_states": 3, "test_step_config": 2, "test_streams": 5, "test_token_importance": 2,
     "test_triton_compiles": 17, "test_triton_kernels": 6, "test_viz": 2, "test_viz_graph": 2, "test_vocabulary": 2,
     "test_weight_addresses": 4,

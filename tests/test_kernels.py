@@ -832,6 +832,7 @@ def test_memory_cases_cover_every_kernel() -> None:
         "zeros",
         "advance_requests",  # test_request_kernels
         "draw_requests",
+        "keep_requests",
         "pack_requests",
         "place_requests",
         "reuse_requests",

@@ -53,7 +53,8 @@ SMALL = {
 class Requests:
     """Random requests of a table, some of them nobody's or ended, over a canvas where some positions are decided."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, packs: bool = True) -> None:
+        self.packs = packs  # whether some have packed keys
         rng = self.rng = random.Random(seed)
         self.groups = rng.randrange(2)  # whether they are of several, and ask for marked steps
         self.first, self.count, more = rng.choice([0, 3]), rng.choice([1, 5, 40]), rng.choice([0, 2])
@@ -116,9 +117,24 @@ class Requests:
         column[Column.SCHEDULE] = more.choice([0, 0, 3])
         column[Column.SINCE], column[Column.POST_STEPS] = more.randrange(6), more.randrange(5)
         column[Column.OPEN] = sum(token == OPEN for token in canvas[now : now + block])
+        if self.packs and window == 3 and more.random() < 0.7:
+            self._pack_keys(column, more)
         tokens += canvas + [more.randrange(99) << 32 | more.randrange(9) for _ in range(column[Column.SCHEDULE])]
         extents += mine
         return column
+
+    @staticmethod
+    def _pack_keys(column: list[int], rng: random.Random) -> None:
+        """Let a request keep packed keys, each in one extent."""
+        block, answer = column[Column.BLOCK], column[Column.LENGTH] - column[Column.PROMPT]
+        column[Column.WINDOW], column[Column.RENEWED] = 4, min(block * rng.randint(1, 3), answer)
+        column[Column.KEPT], column[Column.KEPT_LAST] = rng.randint(1, 9), rng.randint(1, 9)
+        column[Column.MARKS], column[Column.WRITTEN] = (
+            rng.choice([1, 3]),
+            column[Column.START] + rng.choice([-block, 0, block]),
+        )
+        if column[Column.DECIDES] == 4:
+            column[Column.DECIDES] = 0
 
     def room(self) -> dict[str, int]:
         """Room that is mostly too little for all."""
@@ -205,6 +221,20 @@ class Requests:
         outputs |= {name: torch.empty(sequences, dtype=I32) for name in ("prefix", "refreshed")}
         return Case("reuse_requests", given, outputs, {"own": Column.OWN + rng.randrange(4), "steps": rng.randrange(4)})
 
+    def keep(self) -> Case:
+        """Of requests that all keep packed keys; those of others end before."""
+        self.table[self.table[:, Column.WINDOW] != 4, Column.STATE] = 2
+        placing = self.place()
+        given = {name: placing.operands[name] for name in ("table", "row", "cu_seqlens", "cu_extents")}
+        given |= {"seen": self.seen, "extents": placing.reference()["extents"]}
+        sequences = len(given["row"])
+        outputs = {
+            "spans": torch.empty(sequences + 1, 5, dtype=I32), "cu_whole": torch.empty(sequences + 2, dtype=I32),
+            "packed_extents": torch.empty(sequences + 1, 4, dtype=torch.int64),
+            "own_extents": torch.empty_like(given["extents"]),
+        }  # fmt: skip
+        return Case("keep_requests", given, outputs, {})
+
     def advance(self) -> Case:
         placing, rng = self.place(), self.rng
         decided = placing.reference()["decided_rows"]
@@ -228,14 +258,15 @@ def values(found: dict[str, Any]) -> dict[str, Any]:
 
 
 OF_POLICIES = ("select", "reuse")
+OF_PACKED = ("keep",)
 KINDS = ("pack", "place", "draw", "advance")
 
 
 @pytest.mark.some
-@pytest.mark.parametrize("kind", [*KINDS, *OF_POLICIES])
+@pytest.mark.parametrize("kind", [*KINDS, *OF_PACKED, *OF_POLICIES])
 @pytest.mark.parametrize("seed", range(40))
 def test_on_the_cpu(seed: int, kind: str) -> None:
-    case: Case = getattr(Requests(seed), kind)()
+    case: Case = getattr(Requests(seed, packs=kind not in OF_POLICIES), kind)()
     expected = values(case.reference())
     case.launch()
     assert {
@@ -247,10 +278,10 @@ def test_on_the_cpu(seed: int, kind: str) -> None:
 
 @pytest.mark.some
 @triton_test
-@pytest.mark.parametrize("kind", [*KINDS, *OF_POLICIES])
+@pytest.mark.parametrize("kind", [*KINDS, *OF_PACKED, *OF_POLICIES])
 @pytest.mark.parametrize("seed", range(8))
 def test_in_triton(seed: int, kind: str) -> None:
-    case: Case = getattr(Requests(seed), kind)()
+    case: Case = getattr(Requests(seed, packs=kind not in OF_POLICIES), kind)()
     expected = values(case.reference())
     found = run(case, DEVICE)
     assert {name: found[name].tolist() for name in expected} == expected

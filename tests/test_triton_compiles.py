@@ -231,6 +231,12 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     for steps in (0, 4):
         each = dict.fromkeys(("prefix", "refreshed"), sequences)
         yield "reuse_requests", {**own, **each, "kept_row": packed["row"], "steps": steps}
+    keeping = {"seen": sequences, "cu_seqlens": bounds["cu_seqlens"], "cu_extents": bounds["cu_extents"]}
+    keeping |= {"spans": empty(65, 5, dtype=torch.int32), "cu_whole": empty(66, dtype=torch.int32)}
+    keeping |= dict.fromkeys(("extents", "own_extents"), held["extents"]) | {
+        "packed_extents": empty(65, 4, dtype=index)
+    }
+    yield "keep_requests", {**table, "row": packed["row"], **keeping}
     del packed["cu_extents"]
     yield (
         "advance_requests",

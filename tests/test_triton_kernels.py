@@ -514,6 +514,7 @@ def test_cases_cover_every_kernel() -> None:
         "minimum",
         "advance_requests",  # test_request_kernels
         "draw_requests",
+        "keep_requests",
         "pack_requests",
         "place_requests",
         "reuse_requests",

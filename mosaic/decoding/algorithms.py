@@ -53,19 +53,20 @@ def algorithm_of(config: GenerationConfig) -> Algorithm:
 
 
 def table_row(
-    config: GenerationConfig, architecture: Architecture, prompt_len: int, request_id: int
+    config: GenerationConfig, architecture: Architecture, prompt_len: int, request_id: int, streamed: bool = False
 ) -> TableRow | None:
     """Return what a table on the device has to know of a request, options resolved; None if a generator decodes it.
 
     It does if the algorithm does not say, requests of a table cannot have one of the policies (`Policy.of_table`), keys are seen by
-    ranges, or there are more tokens that stop an answer than a table has room for.
+    ranges, or there are more tokens that stop an answer than a table has room for; and with sparse keys where weights are
+    `streamed`: which of them are is then chosen for all steps of a generation.
     """
     describe = algorithm_of(config).row
     ranged = bool(architecture.windows) or architecture.rotary.kind == "dynamic"
     if describe is None or ranged or len(architecture.eos_token_ids) > STOPS:
         return None
     found = describe(config, architecture, prompt_len, request_id)
-    return None if found is None else _with_policies(found, config, architecture)
+    return None if found is None or (streamed and found.sparse) else _with_policies(found, config, architecture)
 
 
 def _with_policies(row: TableRow, config: GenerationConfig, architecture: Architecture) -> TableRow | None:
@@ -77,9 +78,10 @@ def _with_policies(row: TableRow, config: GenerationConfig, architecture: Archit
     step = BlockStep(
         start=row.start, end=end, number=0, steps=config.steps or row.block, window=(row.start, end), prefix=row.prefix
     )
-    by_blocks = row.window == BY_BLOCKS and not row.shifted  # there a step that writes a block attends exactly
+    # where steps of blocks write a block, they attend exactly
+    able = row.sparse is not None or (row.window == BY_BLOCKS and not row.shifted)
     for policy in policies:
-        found = policy.of_table(phase, step) if by_blocks else None
+        found = policy.of_table(phase, step) if able else None
         if found is None:
             return None
         phase, marks = found[0], marks | found[1]
@@ -150,8 +152,8 @@ def expected_steps(config: GenerationConfig, architecture: Architecture, prompt_
 def repeated_steps(
     config: GenerationConfig, largest: Sequence[StepSize]
 ) -> tuple[dict[str, StepSize], dict[str, int]] | None:
-    """Return the steps of one request with sparse keys by name, and how often each runs; None for other requests."""
-    if not isinstance(config.cache, SparseKeys):
+    """Return the steps of one generator with sparse keys by name, and how often each runs; None for other requests."""
+    if not (isinstance(config.cache, SparseKeys) and largest):
         return None
     times = config.cache.times(config.gen_length, config.block_length or 1)
     found = {size.phase.cache.label or "full": size for size in reversed(largest)}

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from mosaic.decoding.rows import ALL
-from mosaic.kernels.shared.requests import bits, closes, quotas, turns, wanted
-from mosaic.registrar.request_table import ALL_ONES, CANVAS_LONG, ENDED, OPEN_ONES, WHOLE, Column
+from mosaic.kernels.shared.requests import bits, closes, packed_until, quotas, turns, wanted, widens
+from mosaic.registrar.request_table import ALL_ONES, CANVAS_LONG, ENDED, OPEN_ONES, PACKED, WHOLE, Column
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -44,6 +44,7 @@ def go_on(columns: NDArray[np.int64], step: Launched, usual: int) -> None:
     least, exactly = quotas(columns[served]), counted(columns[served])
     column[Column.SERVED, served] = column[Column.SERVED].max(initial=0) + 1
     column[Column.OPEN, served] -= np.minimum(np.where(exactly, least, np.maximum(least, usual)), asked.rows[served])
+    column[Column.WRITTEN, served] = packed_until(columns[served])
     column[Column.NUMBER, served] += ~closes(columns[served])
     column[Column.BEFORE, served] = 0
     done = served[column[Column.OPEN, served] <= 0]
@@ -51,5 +52,6 @@ def go_on(columns: NDArray[np.int64], step: Launched, usual: int) -> None:
     column[Column.OPEN, done], span = column[Column.BLOCK, done], column[Column.SPAN, done]
     column[Column.BEFORE, done] = np.where(column[Column.START, done] % span, 0, span)
     column[Column.NUMBER, done[(column[Column.BEFORE, done] > 0) | (span == CANVAS_LONG)]] = 0
-    column[Column.WIDE, served] = (column[Column.WINDOW, served] == WHOLE) | (column[Column.NUMBER, served] == 0)
+    window, first = column[Column.WINDOW, served], column[Column.NUMBER, served] == 0
+    column[Column.WIDE, served] = np.where(window == PACKED, widens(columns[served]), (window == WHOLE) | first)
     column[Column.STATE, done[column[Column.START, done] >= column[Column.END, done]]] = ENDED

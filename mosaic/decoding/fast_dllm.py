@@ -20,7 +20,7 @@ from mosaic.models.parts import KEPT, WHOLE, Commit
 from mosaic.models.phase import Phase
 from mosaic.models.policies.sparse_keys import SparseKeys
 from mosaic.models.step import StepSize
-from mosaic.registrar.request_table import FROM_BLOCK, OPEN_ONES, RANDOM_ONES, REFRESHED
+from mosaic.registrar.request_table import FROM_BLOCK, OPEN_ONES, PACKED, RANDOM_ONES, REFRESHED
 from mosaic.registrar.request_table import WHOLE as WHOLE_SPAN
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["decode", "row", "shapes"]
 
 FACTOR: Final = Commit(score="confidence", rule="factor")
+MOST_REFRESHED: Final = 8192
+"""Positions of the longest canvas whose Refresh is a table's, beside others' steps; longer ones take heads in turn."""
 _WINDOWS: Final[Mapping[Any, int]] = {None: WHOLE_SPAN, "dual": REFRESHED, "prefix": FROM_BLOCK}
 
 
@@ -50,18 +52,19 @@ def _phase(config: GenerationConfig, architecture: Architecture, *, first: bool 
 
 
 def row(config: GenerationConfig, architecture: Architecture, prompt_len: int, request: int) -> TableRow | None:
-    """Return what a table has to know of a request. The generator has sparse keys, and caches on shifted models with steps of
-    several tokens: there a step that follows the schedule commits one."""
+    """Return what a table has to know of a request. The generator has sparse keys of long canvases or with `sample` or `drift`,
+    and caches on shifted models with steps of several tokens: there a step that follows the schedule commits one."""
     block, least, shifted = config.block_length or 1, config.threshold, architecture.shifted
-    window = _WINDOWS.get(config.cache)
-    if window is None:
+    sparse, length = config.cache if isinstance(config.cache, SparseKeys) else None, prompt_len + config.gen_length
+    if sparse is not None and (length > MOST_REFRESHED or sparse.sided):
         return None
     if shifted and config.cache and config.steps and least is None and counts(config)[0] > 1:
         return None
     at_least = ALL if least is None else float(np.nextafter(np.float32(least), np.float32(-np.inf)))
     return TableRow(
-        sampling=_sampling(config, architecture), start=prompt_len, prefix=0, length=prompt_len + config.gen_length,
-        block=block, window=window, steps=len(counts(config)) if config.steps and least is None else block,
+        sampling=_sampling(config, architecture), start=prompt_len, prefix=0, length=length, sparse=sparse,
+        block=block, window=PACKED if sparse else _WINDOWS[config.cache],
+        steps=len(counts(config)) if config.steps and least is None else block,
         threshold=at_least if config.factor is None else config.factor,
         decides=RANDOM_ONES if config.remasking == "random" else OPEN_ONES, shifted=shifted,
         cache=WHOLE if config.cache is None else KEPT,

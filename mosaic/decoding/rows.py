@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mosaic.decoding.noise import key_of
 from mosaic.kernels.shared.requests import bits
-from mosaic.models.parts import CANVAS, HELD_EXTENTS, KEPT, KV, REQUESTS, TABLED, CachePolicy, Commit, Cut, Head
+from mosaic.models.parts import CANVAS, HELD_EXTENTS, KEPT, REQUESTS, TABLED, CachePolicy, Commit, Cut, Head
 from mosaic.models.phase import Phase
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import (
@@ -30,6 +30,7 @@ from mosaic.registrar.request_table import (
 
 if TYPE_CHECKING:
     from mosaic.decoding.canvas import Canvas, Sampling
+    from mosaic.models.policies.sparse_keys import SparseKeys
     from mosaic.models.state import State
     from mosaic.runtime.state_rows import OwnedRows
 
@@ -82,6 +83,8 @@ class TableRow(NamedTuple):
         edit a block.
     marks
         Bit n: step n of a block is marked (`Column.MARKS`).
+    sparse
+        Which keys it keeps, if each head keeps its own.
     """
 
     sampling: Sampling
@@ -104,11 +107,22 @@ class TableRow(NamedTuple):
     edit_threshold: float = 0.0
     post_steps: int = 0
     marks: int = 0
+    sparse: SparseKeys | None = None
 
     @property
     def phase(self) -> Phase:
         """The kind of step that serves it."""
         return _phase(self.cache, self.cut, self.sampling.head, self.commit)
+
+    @property
+    def renewed(self) -> int:
+        """Tokens of its first packed span, the longest; 0 without sparse keys."""
+        return 0 if self.sparse is None else min(self.block * self.sparse.interval, self.length - self.start)
+
+    @property
+    def keys(self) -> int:
+        """The rows of keys that it takes."""
+        return self.length if self.sparse is None else self.sparse.rows(self.length, self.renewed)
 
     @property
     def most_tokens(self) -> int:
@@ -142,9 +156,9 @@ def _phase(cache: CachePolicy, cut: Cut | None, head: Head, commit: Commit) -> P
 
 def demand_of(row: TableRow, holes: int) -> dict[State, int]:
     """Return the rows of each state that a request takes; its keys, if it keeps any, lie in an extent more than there are holes,
-    at most."""
-    own = dict.fromkeys(row.phase.own_states, 1)
-    keys = {KV: row.length, HELD_EXTENTS: holes + 1} if row.phase.cached else {}
+    at most, or together."""
+    own, kept = dict.fromkeys(row.phase.own_states, 1), row.phase.cache.kept
+    keys = {} if kept is None else {kept: row.keys, HELD_EXTENTS: 1 if kept.together else holes + 1}
     return {CANVAS: row.length + len(row.schedule), **keys, **own}
 
 
@@ -169,6 +183,10 @@ def columns_of(row: TableRow, canvas: Canvas, group: int, priority: int) -> tupl
     }  # fmt: skip
     column[[int(key) for key in given]] = list(given.values())
     column[Column.STOP : Column.STOP + STOPS] = stops[:STOPS]
+    if row.sparse is not None:
+        last = (row.length - row.start) % row.renewed or row.renewed
+        column[Column.RENEWED] = row.renewed
+        column[Column.KEPT], column[Column.KEPT_LAST] = (row.sparse.kept(row.length - n) for n in (row.renewed, last))
     if row.schedule:
         column[Column.STEP], column[Column.QUOTA] = row.schedule[0]
         tokens = np.concatenate([tokens, [step << 32 | quota for step, quota in row.schedule]])

@@ -29,7 +29,7 @@ from mosaic.decoding.rungs import COARSE, SHARES, below, most_of, rung, rungs
 from mosaic.decoding.tabled import ServedSteps
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.kernels.shared.requests import asked_of, wanted
-from mosaic.models.parts import CANVAS, KEPT, KV, REQUESTS
+from mosaic.models.parts import CANVAS, KEPT, REQUESTS
 from mosaic.models.step import StepSize
 from mosaic.registrar.operators.pack_requests import PATIENCE
 from mosaic.registrar.request_table import ALL_ONES, Column, Reported
@@ -235,7 +235,7 @@ class Scheduler:
 
         def more(slots: int, share: float) -> dict[State, int]:
             # rows that lie together leave holes between others: as many as rows, in traffic
-            parts = {KV: share, CANVAS: share}
+            parts = dict.fromkeys((CANVAS, *[row.phase.cache.kept for row in rows]), share)
             table = max(self._table.rows_to_open, 1 << (slots - 1).bit_length())
             return {REQUESTS: table} | {
                 state: max(rows, int(rows * slots * parts.get(state, 1.0))) << state.together

@@ -199,7 +199,7 @@ class Session(ClosesOnExit):
             raise UsageError(
                 f"tokens: a request with gen_length {found.gen_length:,} takes more than {tokens:,} positions."
             )
-        row = None if self._table is None else table_row(found, arch, prompt, 0)
+        row = None if self._table is None else table_row(found, arch, prompt, 0, self._table.streams_weights)
         if row is None:
             raise UsageError("warm: requests of these options are generators, whose steps are planned as they come.")
         for expected in expected_steps(found, arch, prompt):
@@ -278,7 +278,7 @@ class Session(ClosesOnExit):
     def _of_options(self, submission: Submission, number: int, prompt: Tensor, config: GenerationConfig) -> _Described:
         """Describe a request by resolved options."""
         arch, tokens = self._runner.architecture, prompt.numel()
-        row = None if self._table is None else table_row(config, arch, tokens, number)
+        row = None if self._table is None else table_row(config, arch, tokens, number, self._table.streams_weights)
         if row is not None and self._table is not None:
             demand = demand_of(row, self._table.holes)
             return _Described(submission, number, prompt, config, row.length, demand, [], row)

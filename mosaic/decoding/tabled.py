@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mosaic.decoding.live import LiveRequest
 from mosaic.decoding.rows import columns_of
 from mosaic.decoding.streaming import Step
-from mosaic.models.parts import CANVAS, HELD_EXTENTS, KV
+from mosaic.models.parts import CANVAS, HELD_EXTENTS
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import ALL_ONES, Column, Reported
 
@@ -68,8 +68,8 @@ class TabledRequest(LiveRequest):
         """Take the rows of all states, and a row of the table if one is free."""
         try:
             self._canvas.reserve()
-            if self.row.phase.cached:
-                held, keys = (cast("OwnedRows", self._canvas.rows_of(state)) for state in (HELD_EXTENTS, KV))
+            if (kept := self.row.phase.cache.kept) is not None:
+                held, keys = (cast("OwnedRows", self._canvas.rows_of(state)) for state in (HELD_EXTENTS, kept))
                 held.drop(len(keys.extents))  # it was admitted for as many as there might have been
             self.enter()
         except BaseException:
@@ -78,7 +78,8 @@ class TabledRequest(LiveRequest):
 
     def enter(self) -> None:
         """Take a row of the table, if one is free."""
-        canvas, states = self._canvas, (CANVAS, HELD_EXTENTS, KV) if self.row.phase.cached else (CANVAS,)
+        canvas, kept = self._canvas, self.row.phase.cache.kept
+        states = (CANVAS,) if kept is None else (CANVAS, HELD_EXTENTS, kept)
         of_states = [cast("OwnedRows", canvas.rows_of(state)) for state in states]
         self.place = self._table.enter(
             *columns_of(self.row, canvas, self._group, self._submission.priority), *of_states

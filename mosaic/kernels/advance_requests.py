@@ -12,10 +12,21 @@ from torch import Tensor
 
 from mosaic.kernels.draw_requests import reference_mixed
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.requests import block_hash, closes
+from mosaic.kernels.shared.requests import block_hash, closes, packed_until, widens
 from mosaic.registrar.operators.advance_requests import WIDTH
 from mosaic.registrar.operators.read_canvas import OPEN
-from mosaic.registrar.request_table import ALL_ONES, CANVAS_LONG, ENDED, EOS, LENGTH, STOPS, WHOLE, Column, Reported
+from mosaic.registrar.request_table import (
+    ALL_ONES,
+    CANVAS_LONG,
+    ENDED,
+    EOS,
+    LENGTH,
+    PACKED,
+    STOPS,
+    WHOLE,
+    Column,
+    Reported,
+)
 
 
 def bind(
@@ -44,6 +55,7 @@ def bind(
             if fills:
                 column[Column.WRITTEN] += end - start
             else:
+                column[Column.WRITTEN] = packed_until(columns[request : request + 1])[0]
                 column[Column.STEP] += 1
                 column[Column.NUMBER] += not closing
                 column[Column.BEFORE] = 0
@@ -107,6 +119,8 @@ def _report(column: np.ndarray, tokens: np.ndarray, line: np.ndarray, *, done: b
         column[Column.STEP], column[Column.QUOTA] = entry >> 32, entry & 0xFFFFFFFF
     waits = column[Column.SHIFTED] and column[Column.OPEN] and tokens[start] == OPEN
     column[Column.WIDE] = column[Column.WINDOW] == WHOLE or column[Column.NUMBER] == 0 or waits
+    if column[Column.WINDOW] == PACKED:
+        column[Column.WIDE] = widens(column[None])[0]
     line[Reported.WRITTEN :] = column[Column.WRITTEN :]
 
 
@@ -133,6 +147,9 @@ def reference(
             own[Column.WRITTEN] += length
         else:
             own[Column.STEP], own[Column.BEFORE] = own[Column.STEP] + 1, 0
+            if own[Column.WINDOW] == PACKED and own[Column.WIDE] and not _marked(own, own[Column.NUMBER] + 1):
+                low = own[Column.START] - (own[Column.START] - own[Column.PROMPT]) % own[Column.RENEWED]
+                own[Column.WRITTEN] = min(low + own[Column.RENEWED], own[Column.LENGTH])
             own[Column.NUMBER] += 0 if closes else 1
             done = _edited(own, [(place, tokens[place]) for place in places], mask_id) if edits else done
         own[Column.OPEN] = left
@@ -159,10 +176,16 @@ def reference(
             own[Column.STEP], own[Column.QUOTA] = divmod(tokens[own[Column.LENGTH] + own[Column.NUMBER]], 2**32)
         undecided = own[Column.SHIFTED] == 1 and own[Column.OPEN] > 0 and tokens[own[Column.START]] == OPEN
         own[Column.WIDE] = int(own[Column.WINDOW] == WHOLE or own[Column.NUMBER] == 0 or undecided)
+        if own[Column.WINDOW] == PACKED:
+            own[Column.WIDE] = int(own[Column.START] >= own[Column.WRITTEN] and _marked(own, own[Column.NUMBER]))
         state = [found[0] + 1 if found else final, masked, ended, int(cu_rows[i + 1])]
         report[i] = torch.tensor([*line, *state, *own[Column.WRITTEN :]])
         after[request] = torch.tensor(own)
     return {"table": after, "report": report}
+
+
+def _marked(own: list[int], number: int) -> int:
+    return own[Column.MARKS] >> min(number, 62) & 1
 
 
 def _edited(own: list[int], block: Sequence[tuple[int, int]], mask_id: int) -> bool:

@@ -31,7 +31,7 @@ def bind(
         mine = table_SC[first : first + count]
         for values, nothing in zip(of_windows, (-1, 0, 0), strict=True):
             values.fill(nothing)
-        windows = [*_served(mine, len(of_windows[0]), *most)]
+        windows = sorted(_served(mine, len(of_windows[0]), *most), key=lambda window: window.seen > 0)
         turn = mine[:, Column.SERVED].max(initial=0) + 1
         for i, window in enumerate(windows):
             if window.rows:
@@ -126,6 +126,7 @@ def reference(*, table: Tensor, room: Tensor, sequences: int) -> dict[str, Tenso
         taken.append((one.number, one[Column.WRITTEN], end, length, 0, one[Column.EXTENTS]))
         if length < left:
             break
+    taken.sort(key=lambda window: window[2] > 0)
     found: dict[str, Tensor] = {"table": after}
     for place, (name, nothing) in enumerate((("row", -1), ("begin", 0), ("seen", 0))):
         values = [window[place] for window in taken] + [nothing] * (sequences - len(taken))
@@ -155,6 +156,8 @@ class _Asking:
         if end - begin > tokens:
             return False
         bit = self[Column.MARKS] >> min(self[Column.NUMBER], 62) & 1
+        if self[Column.WINDOW] == 4 and not self[Column.WIDE]:
+            bit = 0
         return bool(groups >> self[Column.GROUP] & 1 and (marked or not bit))
 
     @property
@@ -185,6 +188,14 @@ class _Asking:
             return start - before, start, start
         number = start // self[Column.SPAN]
         first, last = number * self[Column.SPAN], min((number + 1) * self[Column.SPAN], length)
+        if self[Column.WINDOW] == 4:
+            if self[Column.WIDE]:
+                return 0, length, 0
+            low = start - (start - self[Column.PROMPT]) % self[Column.RENEWED]
+            high = min(low + self[Column.RENEWED], length)
+            kept = self[Column.KEPT if high - low == self[Column.RENEWED] else Column.KEPT_LAST]
+            leads = self[Column.SHIFTED] == 1 and self[Column.NUMBER] == 0
+            return start - leads, start + self[Column.BLOCK], kept + high - low
         if self[Column.WIDE]:
             return first - before, last, last
         return start - before, (last if self[Column.WINDOW] == 2 else start + self[Column.BLOCK]), last

@@ -11,7 +11,6 @@ from mosaic.errors import UsageError
 from mosaic.models.inputs import ROW_BOUNDS, Input
 from mosaic.models.parts import (
     KEPT,
-    KV,
     STATISTICS,
     TABLED,
     WHOLE,
@@ -119,8 +118,8 @@ class Phase:
 
     @cached_property
     def own_states(self) -> tuple[State, ...]:
-        """The states that the policies of a table's requests have brought."""
-        return tuple([state for state in self.states if state not in (KV, *TABLED.states)])
+        """The states that the policies of a table's requests have brought, but for that of keys."""
+        return tuple([state for state in self.states if state not in (self.cache.kept, *TABLED.states)])
 
     @cached_property
     def noisy(self) -> bool:

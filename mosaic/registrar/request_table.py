@@ -35,7 +35,7 @@ class Column(IntEnum):
     BLOCK = 8
     """Tokens of a block."""
     WINDOW = 9
-    """What a step computes: `BY_BLOCKS`, `REFRESHED`, `FROM_BLOCK` or `WHOLE`."""
+    """What a step computes: `BY_BLOCKS`, `REFRESHED`, `FROM_BLOCK`, `WHOLE` or `PACKED`."""
     EDIT_THRESHOLD = 10
     """The bits of a float32: of a request that decides all positions, the score above which a decided token is replaced."""
     MORE = 11
@@ -74,41 +74,49 @@ class Column(IntEnum):
     and above them the STEP that the step counts as. 0: there is none."""
     SCORE_TEMPERATURE = 34
     """The bits of a float32: the temperature at which scores are perturbed; 0: not at all."""
-    WRITTEN = 35
-    """Tokens of the prefix whose keys are written."""
-    START = 36
+    RENEWED = 35
+    """Of a request with sparse keys, tokens of the answer that share a Refresh, its packed span; the last span may be shorter."""
+    KEPT = 36
+    """Keys that each head keeps of those outside a packed span of RENEWED tokens."""
+    KEPT_LAST = 37
+    """The same of the last packed span."""
+    WRITTEN = 38
+    """Tokens of the prefix whose keys are written; of a request with sparse keys, where the last packed span ends."""
+    START = 39
     """Where the block begins that is decoded."""
-    BEFORE = 37
+    BEFORE = 40
     """Tokens before the block whose final keys the next step writes."""
-    NUMBER = 38
+    NUMBER = 41
     """Steps of the block so far; of blocks that share a span of the model, all its steps."""
-    STEP = 39
+    STEP = 42
     """Steps so far that have decided, which random keys count; by its schedule, with steps that would have decided nothing."""
-    OPEN = 40
+    OPEN = 43
     """Positions of the block where nothing is decided."""
-    WIDE = 41
+    WIDE = 44
     """Whether the next step computes the whole span."""
-    QUOTA = 42
+    QUOTA = 45
     """Tokens that the next step of the block commits at least."""
-    SINCE = 43
+    SINCE = 46
     """Steps of the block since the last one that has left fewer positions open."""
-    SAVED = 44
+    SAVED = 47
     """Of a request that decides all positions, the hash of the block's tokens (`block_hash` of `mosaic.kernels.shared.requests`)
     after an earlier step; 0: there was none."""
-    SERVED = 45
+    SERVED = 48
     """The turn in which it decided last, at first the one in which it came."""
 
 
-COLUMNS: Final = 46
+COLUMNS: Final = 49
 STOPS: Final = 4
 MARKED_STEPS: Final = 62
 RUNNING, ENDED = 1, 2
-BY_BLOCKS, REFRESHED, FROM_BLOCK, WHOLE = 0, 1, 2, 3
-"""Windows of a block's steps. By blocks: the block, which is the span, in its first step with `BEFORE` tokens before it. Refreshed:
-the whole span in the first step, and on a shifted model until the block's first position is decided; then the block. From the
-block: the same, but then to the canvas' end. Whole: the span. On a shifted model keys of `BEFORE` tokens are written by a step of
-its own: its last row predicts the first position after them, which it decides greedily and alone. There the first step of a block
-decides the first position alone, too, if the next ones compute no row that predicts it."""
+BY_BLOCKS, REFRESHED, FROM_BLOCK, WHOLE, PACKED = 0, 1, 2, 3, 4
+"""Windows of a block's steps. By blocks: the block, which is the span, in its first step with `BEFORE` tokens before it.
+Refreshed: the whole span in the first step, and on a shifted model until the block's first position is decided; then the block.
+From the block: the same, but then to the canvas' end. Whole: the span. Packed: the span, over itself alone, in the marked steps of
+a block beyond the packed span, the last of which is the Refresh; then the block over the packed keys, in its first step on a
+shifted model with the token before it. On a shifted model keys of `BEFORE` tokens are written by a step of its own: its last row
+predicts the first position after them, which it decides greedily and alone. There the first step of a block decides the first
+position alone, too, if the next ones compute no row that predicts it."""
 CANVAS_LONG: Final = 1 << 31
 """The span of a model that attends both ways in all of the canvas."""
 OPEN_ONES, FIRST_ONES, RANDOM_ONES, LEAST_ONES, ALL_ONES = 0, 1, 2, 3, 4

@@ -168,6 +168,11 @@ class RequestTable:
         return self._own.length > 0
 
     @property
+    def streams_weights(self) -> bool:
+        """Whether some weights are in host memory, whatever a step asks for."""
+        return self._engine.current.config.get("stream", "none") != "none"
+
+    @property
     def holes(self) -> int:
         """Runs of rows of keys that nobody owns: a request's keys come to lie in one extent more, at most."""
         return len(self._engine.table(KV).free)
@@ -278,16 +283,18 @@ class RequestTable:
     def size(self, room: Room, states: Iterable[tuple[State, int]]) -> StepSize:
         """Return the size of a step with this room, beside rows of states."""
         taken, (phase, windows, blocks, block, rows) = dict(states), room
-        if not phase.cached:  # attention to one whole sequence has no room for others' tokens behind it
+        if (
+            kept := phase.cache.kept
+        ) is None:  # attention to one whole sequence has no room for others' tokens behind it
             others = max(windows, 2) - 1
             each = room.tokens // (others + 1)
             lengths = [room.tokens - each * others, *[each] * others]
             return StepSize(phase=phase, windows=tuple(lengths), rows=rows, states=taken, exact=True)
         lengths = [block * (blocks // windows + int(number < blocks % windows)) for number in range(windows)]
-        owned = max(-(-taken.get(KV, 0) // windows), lengths[0])  # all keys are counted: a step may rank all of them
+        owned = max(-(-taken.get(kept, 0) // windows), lengths[0])  # all keys are counted: a step may rank all of them
         return StepSize(
             phase=phase, windows=tuple(lengths), keys=(owned,) * windows, rows=rows, extents=max(taken.get(HELD_EXTENTS, 0), 1),
-            states={**taken, KV: max(taken.get(KV, 0), owned)}, exact=True,
+            states={**taken, kept: max(taken.get(kept, 0), owned)}, exact=True,
         )  # fmt: skip
 
     def beside(self, more: Mapping[State, int]) -> frozenset[tuple[State, int]]:

@@ -15,6 +15,7 @@ from mosaic.kernels.cuda.shared.requests import (
     LENGTH,
     NUMBER,
     OPEN,
+    PACKED,
     PREFIX,
     PROMPT,
     QUOTA,
@@ -24,12 +25,15 @@ from mosaic.kernels.cuda.shared.requests import (
     START,
     STATE,
     WHOLE,
+    WIDE,
     WINDOW,
     WRITTEN,
     C,
+    bit_of,
     closes,
     edits,
     mixed,
+    packed_span,
 )
 from mosaic.registrar import request_table
 from mosaic.registrar.operators.advance_requests import WIDTH
@@ -76,6 +80,10 @@ def advance_requests_kernel(
     fills = written < prefix
     last_row = tl.load(cu_rows + window + 1)
     written += tl.where(fills, tokens, 0)
+    packed, known = tl.load(line + WINDOW) == PACKED, request >= 0
+    _, packed_end, _ = packed_span(line, known, start)
+    refreshes = packed & (tl.load(line + WIDE) != 0) & (bit_of(line, known, number + 1) == 0)
+    written = tl.where(refreshes, packed_end, written)
     decided = tl.where(fills, 0, 1)
     step += decided
     closing = closes(line, request >= 0)
@@ -141,6 +149,7 @@ def advance_requests_kernel(
     waits = (tl.load(line + SHIFTED) != 0) & (open_left > 0)
     waits = waits & (tl.load(own + start, mask=waits, other=NOTHING + 1) == NOTHING)
     wide = (tl.load(line + WINDOW) == WHOLE) | (number == 0) | waits
+    wide = tl.where(packed, bit_of(line, known, number) & (start >= written), wide)
     keep(line, said, 0, written)
     keep(line, said, 1, start)
     keep(line, said, 2, before)

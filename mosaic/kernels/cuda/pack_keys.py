@@ -9,6 +9,7 @@ from typing import Final
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
+from mosaic.kernels.cuda.shared.sequences import SEQUENCES, first_sequence
 
 # Untuned defaults.
 ROWS: Final = 32
@@ -16,7 +17,7 @@ ROWS: Final = 32
 WARPS: Final = 4
 
 
-@triton.jit(do_not_specialize=["layer", "column_of_layer", "row_start"])
+@triton.jit(do_not_specialize=["layer", "column_of_layer", "row_start", "sequences"])
 def pack_keys_kernel(
     k,
     v,
@@ -35,6 +36,8 @@ def pack_keys_kernel(
     layer,
     column_of_layer,
     row_start,
+    sequences,
+    SEQUENCES: tl.constexpr,
     HELD: tl.constexpr,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -42,26 +45,26 @@ def pack_keys_kernel(
     BLOCK_H: tl.constexpr,
 ):
     head = tl.program_id(1)
-    sequence = tl.program_id(2)
-    start = tl.load(cu_seqlens + sequence)
-    span = tl.load(spans + 5 * sequence + 3) - tl.load(spans + 5 * sequence + 2)
-    kept = tl.load(spans + 5 * sequence + 4)
-    first = 0
-    own = kept
-    if HELD:  # of `own` keys the first goes to the row `first`
-        bounds = held + tl.load(held_row + sequence) * held_stride + column_of_layer + 2 * head
-        first = tl.load(bounds)
-        own = tl.load(bounds + 1) - first
-    count = own + span
-    count = tl.where(tl.load(cu_seqlens + sequence + 1) > start, count, 0)
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, BLOCK_H)
-    if tl.program_id(0) * BLOCK < count:
-        taken = tl.load(chosen + head.to(tl.int64) * chosen_stride + start + row, mask=row < count, other=0).to(
-            tl.int64
-        )
-        mask = (row < count)[:, None] & (column < SIZE)[None, :]
-        from_ = head * SIZE + column[None, :]
+    from_ = head * SIZE + column[None, :]
+    sequence = first_sequence(tl.program_id(0) * BLOCK, cu_seqlens, sequences, SEQUENCES)
+    start = tl.load(cu_seqlens + sequence)
+    until = tl.minimum((tl.program_id(0) + 1) * BLOCK, tl.load(cu_seqlens + sequences))
+    while start < until:
+        end = tl.load(cu_seqlens + sequence + 1)
+        span = tl.load(spans + 5 * sequence + 3) - tl.load(spans + 5 * sequence + 2)
+        kept = tl.load(spans + 5 * sequence + 4)
+        first = 0
+        own = kept
+        if HELD:  # of `own` keys the first goes to the row `first`
+            bounds = held + tl.load(held_row + sequence) * held_stride + column_of_layer + 2 * head
+            first = tl.load(bounds)
+            own = tl.load(bounds + 1) - first
+        count = own + span
+        row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK) - start
+        mine = (row >= 0) & (row < count) & (start < end)
+        taken = tl.load(chosen + head.to(tl.int64) * chosen_stride + start + row, mask=mine, other=0).to(tl.int64)
+        mask = mine[:, None] & (column < SIZE)[None, :]
         keys = tl.load(k + taken[:, None] * k_stride + from_, mask=mask)
         values = tl.load(v + taken[:, None] * v_stride + from_, mask=mask)
         rows = tl.load(extents + 4 * sequence + 1)
@@ -69,6 +72,8 @@ def pack_keys_kernel(
         place = to + tl.where(row < own, first + row, kept + row - own)[:, None] * SIZE + column[None, :]
         tl.store(place, keys.to(kv.dtype.element_ty), mask=mask)
         tl.store(place + HEADS * SIZE * rows, values.to(kv.dtype.element_ty), mask=mask)
+        sequence += 1
+        start = end
 
 
 def launch(
@@ -77,8 +82,8 @@ def launch(
     row_start: int = 0, scratch: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Update kv."""
-    heads = k.shape[1] // head_size
-    pack_keys_kernel[(triton.cdiv(k.shape[0], ROWS), heads, spans.shape[0])](
+    heads, sequences = k.shape[1] // head_size, spans.shape[0]
+    pack_keys_kernel[(triton.cdiv(k.shape[0], ROWS), heads)](
         k,
         v,
         chosen,
@@ -96,6 +101,8 @@ def launch(
         layer,
         2 * slot * kv_heads,
         row_start,
+        sequences,
+        SEQUENCES=power_of_two(sequences, 1 << 16, least=SEQUENCES),
         HELD=held is not None,
         HEADS=kv_heads,
         SIZE=head_size,

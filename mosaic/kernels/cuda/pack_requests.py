@@ -96,6 +96,34 @@ def pack_requests_kernel(
         tl.store(cu_extents + bound, tl.where(bound == 0, 0, all_extents).to(tl.int32), mask=free)
     tl.debug_barrier()  # every thread has read the turns
     tl.store(line + SERVED, turn + zero, mask=taken & (own_rows > 0))
+    there = lane < windows
+    sees = tl.load(seen + lane, mask=there, other=1)
+    wide = there & (sees == 0)
+    if tl.sum(wide.to(tl.int32), 0) > 0:  # those who see no kept keys stand first
+        which, first_token = tl.load(row + lane, mask=there, other=0), tl.load(begin + lane, mask=there, other=0)
+        number = ends_of(wide, there, tl.where(there, 1, 0))
+        token_end = ends_of(wide, there, size_of(cu_seqlens, lane, there))
+        row_end = ends_of(wide, there, size_of(cu_rows, lane, there))
+        extent_end = ends_of(wide, there, size_of(cu_extents, lane, there))
+        tl.debug_barrier()  # every thread has read its window
+        tl.store(row + number - 1, which, mask=there)
+        tl.store(begin + number - 1, first_token, mask=there)
+        tl.store(seen + number - 1, sees, mask=there)
+        tl.store(cu_seqlens + number, token_end, mask=there)
+        tl.store(cu_rows + number, row_end, mask=there)
+        tl.store(cu_extents + number, extent_end, mask=there)
+
+
+@triton.jit
+def size_of(bounds, window, there):
+    return tl.load(bounds + window + 1, mask=there, other=0) - tl.load(bounds + window, mask=there, other=0)
+
+
+@triton.jit
+def ends_of(wide, there, sizes):
+    """Where windows of some sizes end, if the wide ones stand first."""
+    first, others = tl.where(wide, sizes, 0), tl.where(there & (wide == 0), sizes, 0)
+    return tl.where(wide, tl.cumsum(first, 0), tl.sum(first, 0) + tl.cumsum(others, 0))
 
 
 @triton.jit

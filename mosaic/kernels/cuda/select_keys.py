@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.scratch import floats_of
+from mosaic.kernels.cuda.shared.sequences import SEQUENCES, first_sequence
 
 # Untuned defaults.
 POOLED: Final = 256
@@ -28,7 +29,7 @@ def row_of(candidate, start, low, high):
     return start + candidate + tl.where(candidate < low, 0, high - low)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def totals_kernel(
     scores,
     spans,
@@ -36,20 +37,24 @@ def totals_kernel(
     totals,
     scores_stride,
     totals_stride,
+    sequences,
+    SEQUENCES: tl.constexpr,
     MEMBERS: tl.constexpr,
     POOL: tl.constexpr,
     EACH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     own = tl.program_id(1)
-    sequence = tl.program_id(2)
+    first = scores + own.to(tl.int64) * MEMBERS * scores_stride
+    sequence = first_sequence(tl.program_id(0) * BLOCK, cu_seqlens, sequences, SEQUENCES)
     start = tl.load(cu_seqlens + sequence)
-    low = tl.load(spans + 5 * sequence + 2)
-    high = tl.load(spans + 5 * sequence + 3)
-    count = tl.load(cu_seqlens + sequence + 1) - start - (high - low)
-    candidate = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if tl.program_id(0) * BLOCK < count:
-        first = scores + own.to(tl.int64) * MEMBERS * scores_stride
+    until = tl.minimum((tl.program_id(0) + 1) * BLOCK, tl.load(cu_seqlens + sequences))
+    while start < until:
+        end = tl.load(cu_seqlens + sequence + 1)
+        low = tl.load(spans + 5 * sequence + 2)
+        high = tl.load(spans + 5 * sequence + 3)
+        count = end - start - (high - low)
+        candidate = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK) - start
         total = tl.zeros([BLOCK], tl.float32)
         if EACH:
             for member in range(MEMBERS):
@@ -72,7 +77,10 @@ def totals_kernel(
                     )
                 pooled = tl.maximum(pooled, tl.where(there, found, float("-inf")))
             total = pooled
-        tl.store(totals + own.to(tl.int64) * totals_stride + start + candidate, total, mask=candidate < count)
+        mine = (candidate >= 0) & (candidate < count)
+        tl.store(totals + own.to(tl.int64) * totals_stride + start + candidate, total, mask=mine)
+        sequence += 1
+        start = end
 
 
 @triton.jit
@@ -148,13 +156,15 @@ def launch(
     """Write the chosen rows of each sequence and list into chosen [N, T]."""
     (lists, rows), sequences = chosen.shape, spans.shape[0]
     totals = floats_of("select_keys", scratch, lists * rows)
-    totals_kernel[(triton.cdiv(rows, POOLED), lists, sequences)](
+    totals_kernel[(triton.cdiv(rows, POOLED), lists)](
         scores,
         spans,
         cu_seqlens,
         totals,
         scores.stride(0),
         rows,
+        sequences,
+        SEQUENCES=power_of_two(sequences, 1 << 16, least=SEQUENCES),
         MEMBERS=members,
         POOL=pool,
         EACH=pools == "each",

@@ -16,14 +16,15 @@ from mosaic.registrar.request_table import (
     FROM_BLOCK,
     MARKED_STEPS,
     OPEN_ONES,
+    PACKED,
     RUNNING,
     WHOLE,
     Column,
 )
 
 __all__ = [
-    "Wanted", "alone", "asked_of", "bits", "block_hash", "closes", "floats", "keys_of", "marked", "mixed", "quotas", "turns",
-    "uniforms", "wanted",
+    "Wanted", "alone", "asked_of", "bits", "block_hash", "closes", "floats", "keys_of", "marked", "mixed", "packed_spans",
+    "packed_until", "quotas", "turns", "uniforms", "wanted", "widens",
 ]  # fmt: skip
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -134,10 +135,37 @@ def alone(table_SC: Ints) -> NDArray[np.bool_]:
 
 
 def marked(table_SC: Ints) -> NDArray[np.bool_]:
-    """Return whether the next step of each request's block has its bit in MARKS, [S]."""
-    found: NDArray[np.bool_] = (
-        table_SC[:, Column.MARKS] >> np.minimum(table_SC[:, Column.NUMBER], MARKED_STEPS) & 1 != 0
+    """Return whether the next step of each request's block has its bit in MARKS, [S]; of packed keys, and computes the span."""
+    anyway: NDArray[np.bool_] = (table_SC[:, Column.WINDOW] != PACKED) | (table_SC[:, Column.WIDE] != 0)
+    return anyway & _has_bit(table_SC, table_SC[:, Column.NUMBER])
+
+
+def packed_spans(table_SC: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return the packed span [low, high) of each request's block, and the keys that a head keeps beside it, [S] each."""
+    column = table_SC.T
+    prompt, width = column[Column.PROMPT], np.maximum(column[Column.RENEWED], 1)
+    low = prompt + (column[Column.START] - prompt) // width * width
+    high = np.minimum(low + width, column[Column.LENGTH])
+    return low, high, np.where(high - low == width, column[Column.KEPT], column[Column.KEPT_LAST])
+
+
+def packed_until(table_SC: Ints) -> Ints:
+    """Return WRITTEN of each request after its next step: a Refresh packs keys for the span, [S]."""
+    column = table_SC.T
+    packs = (
+        (column[Column.WINDOW] == PACKED) & (column[Column.WIDE] != 0) & ~_has_bit(table_SC, column[Column.NUMBER] + 1)
     )
+    return np.where(packs, packed_spans(table_SC)[1], column[Column.WRITTEN])
+
+
+def widens(table_SC: Ints) -> NDArray[np.bool_]:
+    """Return whether the next step of each request computes its canvas, where keys are packed, [S]."""
+    found: NDArray[np.bool_] = table_SC[:, Column.START] >= table_SC[:, Column.WRITTEN]
+    return found & _has_bit(table_SC, table_SC[:, Column.NUMBER])
+
+
+def _has_bit(table_SC: Ints, number: Ints) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = table_SC[:, Column.MARKS] >> np.minimum(number, MARKED_STEPS) & 1 != 0
     return found
 
 
@@ -156,6 +184,10 @@ def wanted(table_SC: Ints) -> Wanted:
     )
     end[to_end] = span_end[to_end]
     end[closing] = seen[closing] = start[closing]
+    if (packed := column[Column.WINDOW] == PACKED).any():
+        narrow, (low, high, kept) = packed & (column[Column.WIDE] == 0), packed_spans(table_SC)
+        begin -= narrow & (column[Column.SHIFTED] != 0) & (column[Column.NUMBER] == 0)
+        seen[packed] = (narrow * (kept + high - low))[packed]
     begin[fills], end[fills], seen[fills] = column[Column.WRITTEN, fills], column[Column.PREFIX, fills], 0
     rows, whole = np.minimum(quotas(table_SC), opened), column[Column.DECIDES] == OPEN_ONES
     rows[whole] = opened[whole]

@@ -104,11 +104,19 @@ def keys_and_values(
     return k, v
 
 
-def attend(step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer, out: Buffer | None = None) -> Buffer:
-    """softmax(q k^T) v, into `out` or in place of the queries."""
+def attend(
+    step: StepGraph,
+    layer: int,
+    q: Buffer,
+    k: Buffer,
+    v: Buffer,
+    out: Buffer | None = None,
+    bounds: Buffer | None = None,
+) -> Buffer:
+    """softmax(q k^T) v, into `out` or in place of the queries; of all windows, or those within other `bounds`."""
     g, own = step.g, step.arch.stack[layer].attention
     y: Buffer = g.add_op(
-        "attention", q, k, v, step.cu_seqlens, step.sees(layer), out=out, head_size=own.head_size,
+        "attention", q, k, v, bounds or step.cu_seqlens, step.sees(layer), out=out, head_size=own.head_size,
         scale=own.head_size**-0.5, **rule(step, layer),
     )  # fmt: skip
     if out is None:

@@ -22,7 +22,7 @@ class Together(Way):
         """Project, attend, add to the residual."""
         q, k, v = self.whole(step, layer, norm, matrices)
         self.projected(step, layer, q, k, v)
-        project_out(step, attend(step, layer, q, k, v), matrices["o_proj"])
+        project_out(step, self.attended(step, layer, q, k, v), matrices["o_proj"])
 
     def whole(
         self, step: StepGraph, layer: int, norm: Buffer, matrices: dict[str, Bundle]
@@ -38,3 +38,7 @@ class Together(Way):
 
     def projected(self, step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer) -> None:
         """Register what a policy makes of a layer's queries, keys and values while they exist."""
+
+    def attended(self, step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer) -> Buffer:
+        """Register the attention of one layer; results replace queries."""
+        return attend(step, layer, q, k, v)

@@ -152,27 +152,44 @@ class Packing(Whole):
         """Return the operands that say how many keys of a part each head keeps, and the layer's slot; none of a whole Refresh."""
         return (), {}
 
-    def choose(self, step: StepGraph, layer: int, q: Buffer, k: Buffer, chosen: Buffer | None = None) -> Buffer:
-        """Score and select the keys of all heads, or of those of a region, whose part of `chosen` is written."""
-        g, own, spans = step.g, step.arch.stack[layer].attention, step.inputs["spans"]
+    def choose(
+        self,
+        step: StepGraph,
+        layer: int,
+        q: Buffer,
+        k: Buffer,
+        chosen: Buffer | None = None,
+        bounds: Buffer | None = None,
+    ) -> Buffer:
+        """Score and select the keys of all heads, or of those of a region, whose part of `chosen` is written; of all windows, or
+        those within other `bounds`."""
+        g, own, spans, bounds = (
+            step.g,
+            step.arch.stack[layer].attention,
+            step.inputs["spans"],
+            bounds or step.cu_seqlens,
+        )
         alone, (held, slot) = self.selection == "head-centric", self.held(step, layer)
         each, members = (1, 1) if alone else (own.heads // own.kv_heads, own.heads)
         scores = g.add_op(
-            "score_keys", q, k, spans, step.cu_seqlens, name="scores", head_size=own.head_size, each=each, over=self.group,
+            "score_keys", q, k, spans, bounds, name="scores", head_size=own.head_size, each=each, over=self.group,
         )  # fmt: skip
         found: Buffer = g.add_op(
-            "select_keys", scores, spans, step.cu_seqlens, *held, out=chosen, name="select", members=members, pool=self.pool,
+            "select_keys", scores, spans, bounds, *held, out=chosen, name="select", members=members, pool=self.pool,
             pools="sum" if self.selection == "uniform-published" else "each", **slot,
             **({"kv_heads": own.kv_heads} if held else {}),
         )  # fmt: skip
         return found
 
-    def pack(self, step: StepGraph, layer: int, k: Buffer, v: Buffer, chosen: Buffer) -> None:
+    def pack(
+        self, step: StepGraph, layer: int, k: Buffer, v: Buffer, chosen: Buffer, bounds: Buffer | None = None
+    ) -> None:
         """Pack what was chosen."""
         g, own, (held, slot) = step.g, step.arch.stack[layer].attention, self.held(step, layer)
         g.add_op(
-            "pack_keys", k, v, chosen, step.inputs["spans"], step.cu_seqlens, step.inputs["packed_extents"], g[PACKED.name],
-            *held, name="pack", layer=key_row(step.arch).places[layer], kv_heads=own.kv_heads, head_size=own.head_size, **slot,
+            "pack_keys", k, v, chosen, step.inputs["spans"], bounds or step.cu_seqlens, step.inputs["packed_extents"],
+            g[PACKED.name], *held, name="pack", layer=key_row(step.arch).places[layer], kv_heads=own.kv_heads,
+            head_size=own.head_size, **slot,
         )  # fmt: skip
 
     def keep(self, step: StepGraph, layer: int, q: Buffer, k: Buffer, v: Buffer, chosen: Buffer | None = None) -> None:

@@ -31,6 +31,7 @@ from mosaic.models.policies.packed_keys import (
     SpanPacked,
     Windowed,
 )
+from mosaic.models.policies.packed_rows import PackedRows
 from mosaic.models.policies.policy import BlockStep, Options, Policy, is_integer, is_number, with_parts
 from mosaic.models.step import StepSize
 from mosaic.registrar.operators.top_keys import fraction_of
@@ -289,6 +290,10 @@ class Keeping(Policy):
         if step.number > options.delay or covered:
             return with_parts(phase, cache=options.reusing)
         return with_parts(phase, cache=WHOLE if step.number < options.delay else options.packing)
+
+    def of_table(self, phase: Phase, step: BlockStep) -> tuple[Phase, int] | None:
+        """Mark the first steps of a block, up to its Refresh; they compute the whole canvas if nothing is kept for the block."""
+        return with_parts(phase, cache=PackedRows(packing=self._options.packing)), (2 << self._options.delay) - 1
 
     def tell(self, step: BlockStep, request: Any) -> None:
         """Give the window, and what is kept; on a shifted model the row before the block too, while that predicts its first."""

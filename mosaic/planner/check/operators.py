@@ -48,9 +48,9 @@ _KEPT: Final = (
     ),
     Way("triton"),
 )  # fmt: skip
-_TABLE: Final = "table:int64=S,46"
+_TABLE: Final = "table:int64=S,49"
 """A row for each request."""
-_OWN: Final[tuple[Rule, ...]] = (("at most", "0", "own"), ("at most", "own+1", "46"))
+_OWN: Final[tuple[Rule, ...]] = (("at most", "0", "own"), ("at most", "own+1", "49"))
 """One of its columns."""
 _NOTATION: Final = {
     "advance_requests": _Operator(
@@ -179,6 +179,11 @@ _NOTATION: Final = {
         f"{_TABLE} state:float32=E,4 row:int64=B cu_seqlens:int32=B+1 cu_rows:int32=B+1 seen:int32=B committed:uint8=M",
         "table state row cu_seqlens cu_rows seen committed", "state", "own:n processed:n first_step:s", whole="S E B M",
         moved="table state=3,B row cu_seqlens cu_rows seen committed",
+    ),
+    "keep_requests": _Operator(
+        f"{_TABLE} row:int64=B seen:int32=B cu_seqlens:int32=B+1 extents:int64=E,4 cu_extents:int32=B+1 spans:int32=B+1,5 "
+        "packed_extents:int64=B+1,4 cu_whole:int32=B+2 own_extents:int64=E,4",
+        "table row seen cu_seqlens extents cu_extents", "spans packed_extents cu_whole own_extents", whole="S B E",
     ),
     "pack_keys": _Operator(
         "k:a=T,W v:a=T,W chosen:int32=N,T spans:int32=B,5 cu_seqlens:int32=B+1 extents:int64=B,4 kv:floats=R,X "

@@ -16,6 +16,9 @@ the first prompt's SERVED - PRIORITY is PATIENCE turns ago, an eighth of the tok
 prompts. Turns are counted by SERVED, whose largest is the last turn: whoever decides gets the next one, and a prompt
 keeps the turn in which it came.
 
+Windows stand in this order, but for those over packed keys (`PACKED`): whoever computes the whole span, over itself alone, sees 0
+keys, and stands before all others.
+
 Window i is of row[i] of the table, begins at begin[i] and sees the first seen[i] keys. cu_seqlens, cu_rows and cu_extents say
 where its tokens, rows to decide and extents begin. Beyond the last window row is -1 and windows are empty.
 """

@@ -6,7 +6,9 @@ from mosaic.kernels.cuda.shared.launching import tl, triton
 from mosaic.registrar import request_table
 from mosaic.registrar.request_table import COLUMNS, Column
 
-__all__ = ["C", "alone", "closes", "edits", "float_of", "key_of", "mark_of", "mixed", "quota_of", "wants"]
+__all__ = [
+    "C", "alone", "bit_of", "closes", "edits", "float_of", "key_of", "mark_of", "mixed", "packed_span", "quota_of", "wants",
+]  # fmt: skip
 
 C = tl.constexpr(COLUMNS)
 STATE, EXTENTS, PREFIX, LENGTH, BLOCK = (
@@ -30,6 +32,9 @@ RUNNING, MARKED_STEPS = tl.constexpr(request_table.RUNNING), tl.constexpr(reques
 FROM_BLOCK, CANVAS_LONG = tl.constexpr(request_table.FROM_BLOCK), tl.constexpr(request_table.CANVAS_LONG)
 OPEN_ONES, WHOLE = tl.constexpr(request_table.OPEN_ONES), tl.constexpr(request_table.WHOLE)
 ALL_ONES, PROMPT = tl.constexpr(request_table.ALL_ONES), tl.constexpr(int(Column.PROMPT))
+PACKED, RENEWED, KEPT, KEPT_LAST = (
+    tl.constexpr(int(one)) for one in (request_table.PACKED, Column.RENEWED, Column.KEPT, Column.KEPT_LAST)
+)
 
 
 @triton.jit
@@ -68,9 +73,27 @@ def edits(line, known):
 
 @triton.jit
 def mark_of(line, known):
-    """Whether the next step of a request's block has its bit in MARKS."""
-    number = tl.load(line + NUMBER, mask=known, other=0)
+    """Whether the next step of a request's block has its bit in MARKS; of packed keys, and computes the span."""
+    packed = tl.load(line + WINDOW, mask=known, other=0) == PACKED
+    wide = tl.load(line + WIDE, mask=known, other=0) != 0
+    return bit_of(line, known, tl.load(line + NUMBER, mask=known, other=0)) & ((packed == 0) | wide)
+
+
+@triton.jit
+def bit_of(line, known, number):
+    """Whether a step of a request's block has its bit in MARKS."""
     return (tl.load(line + MARKS, mask=known, other=0) >> tl.minimum(number, MARKED_STEPS)) & 1 != 0
+
+
+@triton.jit
+def packed_span(line, known, start):
+    """The packed span of the block at `start`, its first and last end, and the keys that a head keeps beside it."""
+    prompt = tl.load(line + PROMPT, mask=known, other=0)
+    width = tl.maximum(tl.load(line + RENEWED, mask=known, other=1), 1)
+    low = start - (start - prompt) % width
+    high = tl.minimum(low + width, tl.load(line + LENGTH, mask=known, other=0))
+    kept, last = tl.load(line + KEPT, mask=known, other=0), tl.load(line + KEPT_LAST, mask=known, other=0)
+    return low, high, tl.where(high - low == width, kept, last)
 
 
 @triton.jit
@@ -91,7 +114,11 @@ def wants(line, known, groups, marked):
     begin = tl.where(wide, span_start, start) - tl.load(line + BEFORE, mask=known, other=0)
     end = tl.where(wide | (window == FROM_BLOCK), span_end, start + block)
     begin, end = tl.where(fills, written, begin), tl.where(fills, prefix, tl.where(closing, start, end))
-    seen = tl.where(closing, start, span_end)
+    low, high, kept = packed_span(line, known, start)
+    packed = window == PACKED
+    first = (tl.load(line + NUMBER, mask=known, other=1) == 0) & (tl.load(line + SHIFTED, mask=known, other=0) != 0)
+    begin -= (packed & (wide == 0) & first).to(tl.int64)
+    seen = tl.where(packed, tl.where(wide, 0, kept + high - low), tl.where(closing, start, span_end))
     open_, decides = tl.load(line + OPEN, mask=known, other=0), tl.load(line + DECIDES, mask=known, other=0)
     rows = tl.where(decides == OPEN_ONES, open_, tl.minimum(quota_of(line, known), open_))
     answer = start + block - tl.maximum(start, tl.load(line + PROMPT, mask=known, other=0))

@@ -1,4 +1,4 @@
-"""Shared by kernels over sequences of rows: the rows of a tile, the keys of a split, and floats of a scratch buffer."""
+"""Shared by kernels over sequences of rows: the rows of a tile, the sequences of rows, the keys of a split."""
 
 from typing import Final
 
@@ -23,6 +23,14 @@ def find_tile(tile, cu_seqlens, sequences, row_start, rows, TOKENS: tl.constexpr
     mine = (tile >= before) & (tile < before + tiles)
     first = tl.sum(tl.where(mine, start + (tile - before) * TOKENS, 0), 0)
     return first, tl.sum(tl.where(mine, end, 0), 0), tl.sum(tl.where(mine, sequence, 0), 0)
+
+
+@triton.jit
+def first_sequence(row, cu_seqlens, sequences, SEQUENCES: tl.constexpr):
+    """The first sequence that ends after a row; `sequences` if none does."""
+    sequence = tl.arange(0, SEQUENCES)
+    end = tl.load(cu_seqlens + sequence + 1, mask=sequence < sequences, other=0x7FFFFFFF)
+    return tl.sum((end <= row).to(tl.int32), 0)
 
 
 @triton.jit
