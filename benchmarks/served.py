@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from benchmarks.floor import Floor
-from mosaic.registrar.request_table import BY_BLOCKS, Column, Reported
+from mosaic.registrar.request_table import BY_BLOCKS, PACKED, Column, Reported
 from mosaic.runtime.request_table import RequestTable
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ class Meter:
         rows = served.decided
         whole = (rows > 0) & (columns[:, Column.WINDOW] != BY_BLOCKS)
         keys = np.where(whole, columns[:, Column.LENGTH], begin + tokens)
+        reuses = (columns[:, Column.WINDOW] == PACKED) & (tokens < columns[:, Column.LENGTH])
+        keys[reuses] = columns[reuses, Column.KEPT] + columns[reuses, Column.RENEWED]
         fills = (rows == 0) & (begin < columns[:, Column.PREFIX])
         windows = zip(*(column.tolist() for column in (begin, tokens, rows, keys, fills)), strict=True)
         self.steps.append(_served(windows, self._model.architecture.block, served.plan))

@@ -119,6 +119,9 @@ def test_steps_that_are_launched_ahead_are_of_the_kind_that_is_asked_for(
         assert [len(found) for found in steps] == [2] * 24 and not session.live
     assert made["runs"] <= 25
     assert [found[0].plan.document["phase"] for found in steps] == [*["refresh"] * 2, *["reuse"] * 6] * 3
+    assert [[step.phase for step in found] for found in steps] == [
+        [name] * 2 for name in ["full_step", "refresh", *["reuse"] * 6] * 3
+    ]
     check_tokens(caller, 0, 1)
 
 
@@ -152,7 +155,7 @@ def test_which_requests_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {"host_budget": "64MiB", "config": {"stream": "all"}}
     with mosaic.compile(DEEP["llada"], seed=3, **given) as model, model.session() as session:
         request = session.submit(prompt_of(9), **FAST, gen_length=8, cache="sparse")
-        assert [step.phase for step in session.advance(2)] == ["refresh", "reuse"]  # of a table they only denoise
+        assert all("requests_rows" not in step.plan.dims for step in session.advance(2))
         session.cancel(request)
 
 

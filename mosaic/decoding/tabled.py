@@ -172,7 +172,7 @@ class ServedSteps(Sequence[Step]):
             request=request.number,
             step=int(served.steps[place]),
             block=row.number_of(int(line[Reported.START])),
-            phase="denoise" if decides else "commit",
+            phase=_phase(row, line) if decides else "commit",
             masked=int(line[Reported.MASKED]),
             positions=torch.from_numpy(served.decided_rows[rows][taken] - int(served.canvas_rows[place])),
             token_ids=torch.from_numpy(served.chosen[rows][taken]),
@@ -181,3 +181,12 @@ class ServedSteps(Sequence[Step]):
             peak_bytes=served.plan.total_bytes,
             seconds=served.seconds,
         )
+
+
+def _phase(row: TableRow, line: NDArray[np.int64]) -> str:
+    """What a step that decides was for a request, by its line of the report."""
+    if row.sparse is None:
+        return "denoise"
+    if line[Reported.TOKENS] < row.length:
+        return "reuse"
+    return "refresh" if line[Reported.WRITTEN] > line[Reported.START] else "full_step"
