@@ -517,7 +517,7 @@ def test_kernels_compile_without_spills_and_within_shared_memory(
 
 
 def test_products_use_the_tensor_cores_of_hopper(compiled: list[dict[str, Any]]) -> None:
-    products = {"attention_kernel", "kv_attention_tiles_kernel", "partial_kernel"}
+    products = {"attention_kernel", "kv_attention_tiles_kernel", "packed_attention_kernel", "partial_kernel"}
     assert products == {line["kernel"] for line in compiled if line["wgmma"] and line["kernel"] in products}
     several = ("grouped_linear_kernel", "invariant_linear_kernel", "router_logits_kernel")
     mixture = [line for line in compiled if line["kernel"] in several]
