@@ -58,7 +58,7 @@ def overloaded(
     most, maps, failures = _used_bytes(model), list[float](), list[str]()
     with Session(Meter(model, tabled=tabled)) as session:
         if warm and tabled:
-            session.warm(kinds_of(islice(draws, 256)), requests=warm, tokens=longest_of(traffic))
+            session.warm(kinds_of(model.architecture, islice(draws, 256)), requests=warm, tokens=longest_of(traffic))
         new = NewSizes(model)
         run = Traffic(session, (Arrival(0.0, submission) for submission in draws), between=BETWEEN)
         pages = model.workspace.committed_bytes()
@@ -102,8 +102,11 @@ def ablated(
         with compiled(**options) as model:
             draws = drawn(model.architecture, seed, prompts=prompts, answers=answers, policies=policies, **more)
             submissions = [*islice(draws, requests)]
+            ladder = {"requests": requests, "tokens": prompts[1] + answers[1]} if tabled else None
             for _ in range(2):
-                _, found = served(model, poisson(submissions, math.inf, seed), tabled=tabled, **of_session)
+                _, found = served(
+                    model, poisson(submissions, math.inf, seed), tabled=tabled, ladder=ladder, **of_session
+                )
             memory = model.memory()
             left_bytes = memory.budget_bytes - memory.committed["weights"]
             yield {

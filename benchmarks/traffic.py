@@ -20,7 +20,8 @@ from torch import Tensor
 from benchmarks.eviction import NewSizes
 from benchmarks.served import TIMES, Meter, StepServed, percentiles, shown_times, useful
 from mosaic.decoding import GenerationConfig, LiveRequest, Session, Submission
-from mosaic.decoding.config import ALGORITHMS, own_algorithm
+from mosaic.decoding.algorithms import table_row
+from mosaic.decoding.config import ALGORITHMS, own_algorithm, resolve
 from mosaic.models.architecture import Architecture
 from mosaic.runtime.compiled import CompiledModel
 
@@ -95,14 +96,18 @@ def poisson(submissions: Iterable[Submission], rate: float, seed: int) -> Iterat
         yield Arrival(at, submission)
 
 
-def kinds_of(submissions: Iterable[Submission]) -> list[GenerationConfig]:
-    """Return one configuration of each policy and kind of sampling, but those of generators, which a block cache makes."""
+def kinds_of(arch: Architecture, submissions: Iterable[Submission]) -> list[GenerationConfig]:
+    """Return one configuration of each policy and kind of sampling, but those that generators decode."""
     found = {
-        (str(one.config.attention), str(one.config.eviction), one.config.temperature > 0): one.config
+        (
+            str(one.config.attention),
+            str(one.config.eviction),
+            one.config.block_cache,
+            one.config.temperature > 0,
+        ): one.config
         for one in submissions
-        if not one.config.block_cache
     }
-    return [*found.values()]
+    return [one for one in found.values() if table_row(resolve(one, arch), arch, arch.block or 1, 0) is not None]
 
 
 def longest_of(traffic: Mapping[str, Any]) -> int:
@@ -235,8 +240,9 @@ def served(
     """
     meter, arrivals = Meter(model, tabled=tabled), [*arrivals]
     with Session(meter, **options) as session:
-        if ladder is not None:
-            session.warm(kinds_of(arrival.submission for arrival in arrivals), **ladder)
+        kinds = kinds_of(model.architecture, [arrival.submission for arrival in arrivals])
+        if ladder is not None and kinds:
+            session.warm(kinds, **ladder)
         new = NewSizes(model)
         traffic = Traffic(session, arrivals)
         times = driven(traffic, meter)

@@ -118,6 +118,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--rates", default="queued", help="requests a second, or queued")
     parser.add_argument("--systems", default=",".join(DEFAULT), help=f"among {', '.join(BASELINES)}, and {MOSAIC}CACHE")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.set_defaults(host_budget=0)  # no loop has weights in host memory, and sessions would, to admit more
     asked = parser.parse_args(arguments)
     if len(asked.models) > 1:
         raise UsageError("one model a process: systems are compared within it.")
