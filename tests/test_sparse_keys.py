@@ -164,22 +164,11 @@ def test_refreshes_are_left_out_while_keys_change_little(
     cases: dict[str, Case], family: str, sample: float | None
 ) -> None:
     """Each block's keys have changed by 0.06 to 0.98."""
-    case, prompt, refreshes = cases[family], prompt_of(22), []
-    for drift in (0.0, 0.58, 9.0):
-        chosen, draw = Options(retention=0.3, sample=sample, near=2, drift=drift), Draw(scaled=family == "dream")
-        expected, said = Stated(case.network).generate(prompt, 24, 4, chosen, draw, threshold=1.0)
-        assert_same(
-            case,
-            prompt,
-            expected,
-            algorithm="fast-dllm",
-            gen_length=24,
-            block_length=4,
-            threshold=1.0,
-            cache=spelled(chosen),
-        )
-        refreshes.append(said.count("windowed" if sample else "refresh") - (sample is None))
-    assert refreshes[0] == 5 > refreshes[1] > refreshes[2] == 0
+    case, prompt, chosen = cases[family], prompt_of(22), Options(retention=0.3, sample=sample, near=2, drift=0.58)
+    expected, said = Stated(case.network).generate(prompt, 24, 4, chosen, Draw(scaled=family == "dream"), threshold=1.0)
+    given = {"algorithm": "fast-dllm", "gen_length": 24, "block_length": 4, "threshold": 1.0}
+    assert_same(case, prompt, expected, cache=spelled(chosen), **given)
+    assert 0 < said.count("windowed" if sample else "refresh") - (sample is None) < 5
 
 
 @pytest.mark.parametrize("way", WAYS)
