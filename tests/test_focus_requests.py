@@ -69,7 +69,7 @@ def expected(case: Case) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("kind", ["focus", "note"])
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(32))
 def test_on_the_cpu(seed: int, kind: str) -> None:
     case: Case = getattr(Focused(seed), kind)()
     found = expected(case)
@@ -82,7 +82,7 @@ def test_on_the_cpu(seed: int, kind: str) -> None:
 @pytest.mark.some
 @triton_test
 @pytest.mark.parametrize("kind", ["focus", "note"])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(32))
 def test_in_triton(seed: int, kind: str) -> None:
     case: Case = getattr(Focused(seed), kind)()
     found, ran = expected(case), run(case, DEVICE)
@@ -91,6 +91,6 @@ def test_in_triton(seed: int, kind: str) -> None:
 
 def test_the_tables_drawn_have_every_progress() -> None:
     """Of either number of positions kept before: tokens that were kept, tokens that were not; and steps that do not evict."""
-    found = [expected(Focused(seed).focus()) for seed in range(24)]
+    found = [expected(Focused(seed).focus()) for seed in range(32)]
     assert all(sum(kind in each["status"] for each in found) > 4 for kind in (1, 2))
     assert all(sum(not kind.isdisjoint(each["decoded"]) for each in found) > 4 for kind in ({-2}, {-1}, {*range(1, 9)}))

@@ -10,7 +10,7 @@ import torch
 from test_decoding import CONFIGS
 
 import mosaic
-from mosaic.decoding import GenerationConfig
+from mosaic.decoding import GenerationConfig, fast_dllm
 from mosaic.models.parts import Commit
 from mosaic.models.phase import FULL_STEP, Phase
 from mosaic.models.policies.sparse_keys import SparseKeys
@@ -73,9 +73,12 @@ def placed(budget: str | None, *, others: bool = False, path: Path | None = None
     return answer.token_ids.tolist(), found
 
 
-def test_a_generation_has_its_weights_where_all_of_its_steps_take_the_least_time(tmp_path: Path) -> None:
-    """The Refresh alone would offload hidden states instead. Weights stay where they are beside others' rows, and if they cannot be
-    read again."""
+def test_a_generation_has_its_weights_where_all_of_its_steps_take_the_least_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a canvas that is too long for a table. The Refresh alone would offload hidden states instead. Weights stay where they are
+    beside others' rows, and if they cannot be read again."""
+    monkeypatch.setattr(fast_dllm, "MOST_REFRESHED", 400)
     planner = Planner(CONFIG, device="cpu", budget="2400KiB", host_budget="2MiB")
     steps = SparseKeys(retention=0.1).steps(Phase(commit=Commit(score="confidence", rule="top")), 432, 8)
     expected = scheduled(planner, steps, {"refresh": 4, "reuse": 28}).stream

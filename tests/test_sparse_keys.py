@@ -188,6 +188,7 @@ def test_heads_at_a_time_streams_and_the_host_change_nothing(cases: dict[str, Ca
     assert took.keys() == {"refresh", "windowed", "reuse"} and WAYS[way]["config"].items() <= took["refresh"].items()
 
 
+@pytest.mark.soak
 def test_requests_of_one_session_get_what_they_get_alone(cases: dict[str, Case]) -> None:
     """Of several lengths and options, one with a dual cache; they come one after another, so phases mix."""
     rng = random.Random(5)
