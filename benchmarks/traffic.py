@@ -240,8 +240,8 @@ def served(
     """
     meter, arrivals = Meter(model, tabled=tabled), [*arrivals]
     with Session(meter, **options) as session:
-        kinds = kinds_of(model.architecture, [arrival.submission for arrival in arrivals])
-        if ladder is not None and kinds:
+        submissions = [arrival.submission for arrival in arrivals]
+        if ladder is not None and (kinds := kinds_of(model.architecture, submissions)):
             session.warm(kinds, **ladder)
         new = NewSizes(model)
         traffic = Traffic(session, arrivals)

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -597,25 +597,16 @@ def test_kernels_of_a_step_are_told_apart_by_what_they_do() -> None:
     assert found == pytest.approx({"products": 2.0, "attention": 1.0, "metric and selection": 0.25, "others": 0.5})
 
 
+KEYS_GIVEN: Final = ["tiny", "--device", "cpu", "--prompt", "64", "--answer", "96", "--budget", "64MiB"]
+
+
 def test_sparse_keys_are_timed_by_kind_of_step_beside_dense_and_dual(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A generation is timed whole, or until each kind was timed twice; Reuse is below a full step by its floor."""
     monkeypatch.setattr(sparse_keys, "load", lambda name: load(LLADA))
     options = ('{"retention": 0.1}', '{"retention": 0.5, "delay": 1, "interval": 2}')
-    given = [
-        "tiny",
-        "--device",
-        "cpu",
-        "--prompt",
-        "64",
-        "--answer",
-        "96",
-        "--budget",
-        "64MiB",
-        "--options",
-        *options,
-    ]
+    given = [*KEYS_GIVEN, "--options", *options]
     sparse_keys.main(given)
     (file,) = out.rglob("keys-*.json")
     found = json.loads(file.read_text())
@@ -655,19 +646,7 @@ def test_sparse_keys_are_timed_by_kind_of_step_beside_dense_and_dual(
 def test_published_loops_are_timed_beside_sparse_keys(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_keys, "load", lambda name: load(LLADA))
     beside = ["dual", "fast-dllm", "sparse-dllm-packed"]
-    given = [
-        "tiny",
-        "--device",
-        "cpu",
-        "--prompt",
-        "64",
-        "--answer",
-        "96",
-        "--budget",
-        "64MiB",
-        "--beside",
-        ",".join(beside),
-    ]
+    given = [*KEYS_GIVEN, "--beside", ",".join(beside)]
     for seconds, whole in (("200", True), ("0", False)):
         sparse_keys.main([*given, "--seconds", seconds])
         (file,) = out.rglob("keys-*.json")

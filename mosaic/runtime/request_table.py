@@ -283,9 +283,8 @@ class RequestTable:
     def size(self, room: Room, states: Iterable[tuple[State, int]]) -> StepSize:
         """Return the size of a step with this room, beside rows of states."""
         taken, (phase, windows, blocks, block, rows) = dict(states), room
-        if (
-            kept := phase.cache.kept
-        ) is None:  # attention to one whole sequence has no room for others' tokens behind it
+        kept = phase.cache.kept
+        if kept is None:  # attention to one whole sequence has no room for others' tokens behind it
             others = max(windows, 2) - 1
             each = room.tokens // (others + 1)
             lengths = [room.tokens - each * others, *[each] * others]

@@ -153,22 +153,12 @@ class Packing(Whole):
         return (), {}
 
     def choose(
-        self,
-        step: StepGraph,
-        layer: int,
-        q: Buffer,
-        k: Buffer,
-        chosen: Buffer | None = None,
-        bounds: Buffer | None = None,
-    ) -> Buffer:
+        self, step: StepGraph, layer: int, q: Buffer, k: Buffer, chosen: Buffer | None = None, bounds: Buffer | None = None
+    ) -> Buffer:  # fmt: skip
         """Score and select the keys of all heads, or of those of a region, whose part of `chosen` is written; of all windows, or
         those within other `bounds`."""
-        g, own, spans, bounds = (
-            step.g,
-            step.arch.stack[layer].attention,
-            step.inputs["spans"],
-            bounds or step.cu_seqlens,
-        )
+        g, own, spans = step.g, step.arch.stack[layer].attention, step.inputs["spans"]
+        bounds = bounds or step.cu_seqlens
         alone, (held, slot) = self.selection == "head-centric", self.held(step, layer)
         each, members = (1, 1) if alone else (own.heads // own.kv_heads, own.heads)
         scores = g.add_op(
