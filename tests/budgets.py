@@ -25,7 +25,7 @@ BUDGETS_S: Mapping[str, float] = {
     "test_decoding_small": 4, "test_diffusion_gemma": 3, "test_evict_tokens": 3, "test_eviction": 12, "test_examples": 2,
     "test_experts_triton": 4, "test_few_rows": 6, "test_focus": 4, "test_fuzz": 7, "test_generate_cli": 4,
     "test_generation": 4, "test_kernels": 7, "test_kv": 14, "test_last_layer": 4, "test_layering": 4, "test_layers": 6,
-    "test_limits": 6, "test_models": 3, "test_moves": 8, "test_notebooks": 2, "test_offset_definitions": 2, "test_offset_search": 3,
+    "test_limits": 6, "test_llm": 4, "test_models": 3, "test_moves": 8, "test_notebooks": 2, "test_offset_definitions": 2, "test_offset_search": 3,
     "test_offsets": 4, "test_offsets_exact": 2, "test_offsets_large": 6, "test_offsets_validity": 2, "test_open_state": 3,
     "test_pages": 6, "test_pages_triton": 4, "test_parity": 9, "test_parity_block": 12, "test_peaks": 2,
     "test_plan_mutations": 5, "test_planner": 16, "test_policy": 2, "test_prefix_reuse": 8, "test_prefix_reuse_kernels": 2,
@@ -37,7 +37,7 @@ BUDGETS_S: Mapping[str, float] = {
     "test_selection_of_keys": 5, "test_selection_of_keys_triton": 13, "test_session": 8, "test_session_callers": 3,
     "test_shared_model": 2, "test_small_models": 7, "test_small_training": 5,
     "test_sparse_attention": 15, "test_sparse_keys": 4, "test_sparse_keys_rows": 4, "test_sparse_keys_triton": 3,
-    "test_states": 3, "test_step_config": 2, "test_streams": 5, "test_token_importance": 2,
+    "test_states": 3, "test_step_config": 2, "test_stream": 6, "test_streams": 5, "test_token_importance": 2,
     "test_triton_compiles": 17, "test_triton_kernels": 6, "test_viz": 2, "test_viz_graph": 2, "test_vocabulary": 2,
     "test_weight_addresses": 4,
 }  # fmt: skip
