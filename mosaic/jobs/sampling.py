@@ -183,15 +183,16 @@ def completion(index: int, found: Generation, params: SamplingParams, tokenizer:
     shown = ids if reason is None or params.include_stop_str_in_output else ids[:-1]
     text = decode(shown) if params.detokenize else ""
     if params.stop and tokenizer is not None:
-        texts = token_texts(decode, shown)
-        whole = "".join(texts)
-        at, stop = min(((whole.find(stop), stop) for stop in params.stop if stop in whole), default=(-1, ""))
-        if stop:
-            reason, kept, length = stop, 0, 0
-            while length < at + len(stop):
-                length, kept = length + len(texts[kept]), kept + 1
-            ids = ids[:kept]
-            text = whole[: at + (len(stop) if params.include_stop_str_in_output else 0)] if params.detokenize else ""
+        whole, longest = "", max(map(len, params.stop))
+        for kept, added in enumerate(token_texts(decode, shown), start=1):
+            start, whole = max(len(whole) - longest, 0), whole + added
+            at, stop = min(
+                ((whole.find(stop, start), stop) for stop in params.stop if stop in whole[start:]), default=(-1, "")
+            )
+            if stop:
+                reason, ids = stop, ids[:kept]
+                text = whole[: at + len(stop) * params.include_stop_str_in_output] if params.detokenize else ""
+                break
     ended = "stop" if reason is not None or found.finish == "eos" else found.finish
     return CompletionOutput(
         index=index, text=text, token_ids=ids, finish_reason=ended, stop_reason=reason, steps=found.steps
