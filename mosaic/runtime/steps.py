@@ -138,6 +138,16 @@ class StepResult:
     values: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+class DividedStep(Protocol):
+    """A step that is launched in parts: steps of others may run between two of them."""
+
+    def go_on(self) -> list[StepResult] | None:
+        """Launch the next part; with the last one, wait for the outcome and return it, from then on again."""
+
+    def drop(self) -> None:
+        """Leave out what was not launched; nothing of the step runs on."""
+
+
 class StepRunner(Protocol):
     """What runs steps: a compiled model."""
 
@@ -151,6 +161,13 @@ class StepRunner(Protocol):
 
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         """Run one step over requests of one phase, packed, and wait for its outcome: one result per request, in order."""
+
+    def predicted_ms(self, requests: Sequence[StepRequest]) -> float:
+        """Return the predicted time of such a step."""
+
+    def divide(self, requests: Sequence[StepRequest], part_ms: float) -> DividedStep | None:
+        """Begin the same in parts of so many predicted milliseconds, or one launch; None if it is not longer, or there is no
+        memory for it beside what others have."""
 
     def open_rows(self, state: State, /) -> StateRows:
         """Start an owner's rows of a state."""
