@@ -19,7 +19,7 @@ from mosaic.models.state import State
 from mosaic.models.step import StepSize
 from mosaic.planner.plan import Plan
 from mosaic.runtime.sharing import SharedSizes
-from mosaic.runtime.steps import DividedStep, StateRows, StepRequest, StepResult
+from mosaic.runtime.steps import StateRows, StepRequest, StepResult
 
 __all__ = ["CompiledRunner"]
 
@@ -77,12 +77,6 @@ class CompiledRunner:
         for pool, size in self.model.memory().planned.items():
             self.planned_bytes[pool] = max(self.planned_bytes.get(pool, 0), size)
         return results
-
-    def predicted_ms(self, requests: Sequence[StepRequest]) -> float:
-        return self.model.predicted_ms(requests)
-
-    def divide(self, requests: Sequence[StepRequest], part_ms: float) -> DividedStep | None:
-        return self.model.divide(requests, part_ms)
 
     def sharing(self) -> SharedSizes:
         return self.model.sharing()

@@ -5,7 +5,7 @@ A step that would keep others waiting is launched in parts, and theirs run in be
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from mosaic.models.phase import shared_phase
@@ -25,7 +25,7 @@ class Generators:
     Parameters
     ----------
     runner
-        The model.
+        The model; steps are launched in parts if it is compiled (`CompiledModel.divide`).
     delay_ms
         How long others wait for a step, or for one launch of it where that is longer.
 
@@ -37,7 +37,11 @@ class Generators:
 
     def __init__(self, runner: StepRunner, delay_ms: float) -> None:
         self._runner = runner
-        self._part_ms = delay_ms / 2 if runner.asynchronous else delay_ms  # two parts are on their way on a device
+        self._divide: Callable[[Sequence[StepRequest], float], DividedStep | None] = getattr(
+            runner, "divide", lambda *_: None
+        )
+        self._predicted_ms: Callable[[Sequence[StepRequest]], float] = getattr(runner, "predicted_ms", lambda _: 0.0)
+        self._part_ms = delay_ms / (2 if getattr(runner, "asynchronous", False) else 1)  # a device has two on its way
         self._step: DividedStep | None = None
         self.divided: Sequence[LiveRequest] = ()
 
@@ -46,14 +50,14 @@ class Generators:
         a step is launched in parts, those of it and of other long steps wait."""
         groups = _groups(live, self.divided, self._runner.architecture)
         if self._step is not None:
-            groups = [group for group in groups if self._runner.predicted_ms(_asked_by(group)) <= self._part_ms]
+            groups = [group for group in groups if self._predicted_ms(_asked_by(group)) <= self._part_ms]
         return min(groups, key=lambda group: min(request.waiting_since for request in group), default=[])
 
     def run(self, group: Sequence[LiveRequest], *, beside: bool) -> list[StepResult] | None:
         """Run a step of a group; or begin it in parts if it is long, and there are others `beside` it: None."""
         asked = _asked_by(group)
         if beside and self._step is None:
-            self._step = self._runner.divide(asked, self._part_ms)
+            self._step = self._divide(asked, self._part_ms)
             if self._step is not None:
                 self.divided = tuple(group)
                 return None

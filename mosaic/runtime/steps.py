@@ -162,13 +162,6 @@ class StepRunner(Protocol):
     def step(self, requests: Sequence[StepRequest]) -> list[StepResult]:
         """Run one step over requests of one phase, packed, and wait for its outcome: one result per request, in order."""
 
-    def predicted_ms(self, requests: Sequence[StepRequest]) -> float:
-        """Return the predicted time of such a step."""
-
-    def divide(self, requests: Sequence[StepRequest], part_ms: float) -> DividedStep | None:
-        """Begin the same in parts of so many predicted milliseconds, or one launch; None if it is not longer, or there is no
-        memory for it beside what others have."""
-
     def open_rows(self, state: State, /) -> StateRows:
         """Start an owner's rows of a state."""
 
