@@ -147,11 +147,13 @@ def test_memory_that_a_step_in_parts_has_is_given_to_whoever_needs_it(
             mosaic.compile(DEEP["llada"], seed=3, host_budget="1MiB", debug="poison", budget=budget) as model,
             model.session(max_delay_ms=0) as session,
         ):
-            beside = session.submit(prompt_of(5), GenerationConfig(**{**CONFIG, "gen_length": 40}, cache="dual"))
+            beside = session.submit(prompt_of(5), GenerationConfig(**{**CONFIG, "gen_length": 12}, cache="dual"))
             session.advance()
             request = session.submit(prompt_of(300), LONG)
             session.advance(5)
             divided.add(not request.steps)
+            if request.steps:
+                continue
             if how == "trim":
                 model.trim()
             elif how == "weights move":

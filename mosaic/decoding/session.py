@@ -409,27 +409,23 @@ class Session(ClosesOnExit):
         return done
 
     def _next(self) -> tuple[ServedSteps | None, Sequence[LiveRequest], Sequence[StepResult]]:
-        """Run the next step, of the table or of generators, and return its outcome; nothing if nobody asks for one. Before it comes
-        the next part of a step in parts."""
+        """Run the next step, and return its outcome; nothing if nobody asks for one. The table and generators take turns; before
+        each comes the next part of a step in parts."""
+        scheduler = self._scheduler
         while True:
             group, results = self._generators.go_on()
             if group:
                 return None, group, results
-            if self._scheduler is not None and self._next_is_tabled():
-                return self._scheduler.step(alone=not self._generators.divided), (), ()
+            divided = len(self._generators.divided)
+            alone = scheduler is not None and scheduler.count + divided == len(self._live)
+            if scheduler is not None and scheduler.live and (alone or not self._tabled_last):
+                return scheduler.step(alone=not divided), (), ()
             if group := self._generators.next_group(self._live):
                 outcome = self._generators.run(group, beside=len(group) < len(self._live))
                 if outcome is not None:
                     return None, group, outcome
-            elif not self._generators.divided:
+            elif not divided:
                 return None, (), ()
-
-    def _next_is_tabled(self) -> bool:
-        """Whether the table has the next step: it and the others take turns."""
-        if self._scheduler is None or not self._scheduler.live:
-            return False
-        others = len(self._live) - self._scheduler.count - len(self._generators.divided)
-        return not (others and self._tabled_last)
 
     def _show(self, served: ServedSteps) -> None:
         """End the requests that a step has ended, and tell whoever wants to know; the first error is raised when all is done."""
