@@ -21,8 +21,9 @@ BUDGETS_S: Mapping[str, float] = {
     "test_admission": 3, "test_advice": 5, "test_bench": 6, "test_benchmarks": 12, "test_check": 3,
     "test_check_leaves": 4,
     "test_check_reasons": 3, "test_check_safety": 4, "test_checkpoints": 3, "test_cli": 13, "test_compiling": 2,
-    "test_config_keys": 3, "test_cost": 2, "test_cuda_pool": 4, "test_cut": 11, "test_decoding": 21,
-    "test_decoding_small": 4, "test_diffusion_gemma": 3, "test_evict_tokens": 3, "test_eviction": 12, "test_examples": 2,
+    "test_config_keys": 3, "test_cost": 2, "test_cuda_pool": 4, "test_cut": 12, "test_decoding": 21,
+    "test_decoding_small": 4, "test_diffusion_gemma": 3, "test_divided": 5,
+    "test_evict_tokens": 3, "test_eviction": 12, "test_examples": 2,
     "test_experts_triton": 4, "test_few_rows": 6, "test_focus": 4, "test_fuzz": 7, "test_generate_cli": 4,
     "test_generation": 4, "test_kernels": 7, "test_kv": 14, "test_last_layer": 4, "test_layering": 4, "test_layers": 4,
     "test_limits": 6, "test_llm": 3,
@@ -39,7 +40,7 @@ BUDGETS_S: Mapping[str, float] = {
     "test_shared_model": 2, "test_small_models": 7, "test_small_training": 5,
     "test_sparse_attention": 15, "test_sparse_keys": 4, "test_sparse_keys_rows": 4, "test_sparse_keys_triton": 3,
     "test_states": 3, "test_step_config": 2, "test_stream": 5, "test_streams": 5, "test_token_importance": 2,
-    "test_triton_compiles": 17, "test_triton_kernels": 6, "test_viz": 2, "test_viz_graph": 2, "test_vocabulary": 2,
+    "test_triton_compiles": 12, "test_triton_kernels": 6, "test_viz": 2, "test_viz_graph": 2, "test_vocabulary": 2,
     "test_weight_addresses": 4,
 }  # fmt: skip
 """Measured seconds of files; every other one may take `USUAL_S`."""

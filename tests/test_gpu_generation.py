@@ -286,3 +286,27 @@ def test_the_drivers_counter_stays_within_the_budget(way: str) -> None:
     most, budget = json.loads(ran.stdout)
     others = idle[1] - idle[0]  # this process has the card too
     assert 0 < most - others <= budget
+
+
+@pytest.mark.parametrize("delay_ms", [0.0, 0.05])
+def test_others_step_between_the_parts_of_a_refresh(delay_ms: float) -> None:
+    """A generator's Refresh is launched in parts beside a row of the table; both get what they get alone."""
+    long = mosaic.GenerationConfig(**_FAST, threshold=1.0, cache="sparse:retention=0.3:sample=0.25")
+    short = mosaic.GenerationConfig(**{**_FAST, "gen_length": 512}, threshold=1.0, cache="dual")
+    prompts = [torch.arange(count) % 40 + 6 for count in (512, 9)]
+    with mosaic.compile(FAMILIES["llada"], device=DEVICE, seed=3) as model:
+        alone = [model.generate([prompt], config)[0] for prompt, config in zip(prompts, (long, short), strict=True)]
+        with model.session(max_delay_ms=delay_ms) as session:
+            beside = session.submit(prompts[1], short)
+            session.advance(3)
+            request, others = session.submit(prompts[0], long), 0
+            while not request.steps:
+                others += all(step.request != request.number for step in session.advance())
+            assert others > 4
+            cancelled = session.submit(prompts[0].flip(0), long)
+            session.advance(2)
+            session.cancel(cancelled)
+            while session.live:
+                session.advance()
+        for found, expected in zip((request.generation, beside.generation), alone, strict=True):
+            assert found is not None and found.token_ids.tolist() == expected.token_ids.tolist()

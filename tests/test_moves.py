@@ -88,9 +88,11 @@ def test_plans_of_every_move_are_valid(
     assert plan.optimal or lengths == (1,)
 
 
-@pytest.mark.grid(together=1)
-@pytest.mark.parametrize("family", SMALL)
-@pytest.mark.parametrize("tokens", [700, 3000])
+@pytest.mark.parametrize(("tokens", "family"), [
+    (3000, "llada"), (300, "dream"), (300, "llada-moe"),
+    *(pytest.param(tokens, family, marks=pytest.mark.soak) for tokens, family in product((700, 3000), SMALL)
+      if (tokens, family) != (3000, "llada")),
+])  # fmt: skip
 def test_the_search_finds_what_brute_force_finds(tokens: int, family: str) -> None:
     point = planner_of(family, "h200").space().at(Request(seq_lens=(tokens,)).size.dims())
     totals = sorted({point.total_bytes(config) for config in whole_grid(point)})

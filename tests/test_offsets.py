@@ -140,6 +140,7 @@ def test_public_instances_reach_the_lower_bound(name: str) -> None:
     assert solution.optimal and solution.capacity_reached and not solution.infeasible
 
 
+@pytest.mark.soak  # `test_offsets_large` has others
 def test_large_instance_is_near_the_bound() -> None:
     problem = read_csv(INSTANCES / "iop_L_max.csv.gz")
     solution = solve(problem, solver="greedy_by_size")

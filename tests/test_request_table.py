@@ -241,12 +241,13 @@ class Caller:
             assert [token for part in parts for token in part] == tokens
 
 
-def come_and_go(caller: Caller, rng: random.Random, most: int) -> tuple[int, int]:
+def come_and_go(caller: Caller, rng: random.Random, most: int, **options: Any) -> tuple[int, int]:
     """Submit all requests to two sessions, a few at a time, and advance these to their ends; return how many steps both took, and
     how many of them served several."""
     waiting, steps, shared = [*range(len(caller.asked))], 0, 0
     limit = random.Random(len(caller.asked[0].prompt)).choice([64, 256, 8192])
-    with caller.model.session(max_num_batched_tokens=limit) as one, caller.model.session() as other:
+    model = caller.model
+    with model.session(max_num_batched_tokens=limit, **options) as one, model.session(**options) as other:
         numbers: dict[tuple[int, int], int] = {}
         while waiting or one.live or other.live:
             at, session = rng.choice([(0, one), (1, other)])

@@ -21,29 +21,24 @@ from mosaic.planner.schedule import scheduled
 STEPS = SparseKeys(retention=0.1).steps(FULL_STEP, 65536, 32)
 
 
-@pytest.mark.parametrize(
-    ("budget", "host"),
-    [
-        ("16GiB", "64GiB"),
-        ("20GiB", "0"),
-        pytest.param("20GiB", "2GiB", marks=pytest.mark.soak),
-        pytest.param("14GiB", "8GiB", marks=pytest.mark.soak),
-    ],
-)
-def test_weights_lie_where_all_steps_take_the_least_time_together(budget: str, host: str) -> None:
+@pytest.mark.parametrize(("budget", "host", "refreshes"), [
+    ("16GiB", "64GiB", 128), ("20GiB", "0", 8),
+    *(pytest.param(*given, marks=pytest.mark.soak) for given in [
+        ("16GiB", "64GiB", 8), ("20GiB", "0", 128), ("20GiB", "2GiB", 8), ("20GiB", "2GiB", 128), ("14GiB", "8GiB", 8),
+        ("14GiB", "8GiB", 128),
+    ]),
+])  # fmt: skip
+def test_weights_lie_where_all_steps_take_the_least_time_together(budget: str, host: str, refreshes: int) -> None:
     planner = Planner("llada-8b", device="h200", budget=budget, host_budget=host)
-    for times in ({"refresh": 8, "reuse": 248}, {"refresh": 128, "reuse": 0}):
-        found = scheduled(planner, STEPS, times)
-        of_places = []
-        for place in SHARES:
-            plans = {
-                name: planner.with_pinned({"stream": place}).plan(step, limit=False) for name, step in STEPS.items()
-            }
-            if all(plan.fits for plan in plans.values()):
-                of_places.append(sum(times[name] * plan.predicted_step_ms for name, plan in plans.items()))
-        assert found.fits is bool(of_places)
-        assert {plan.config["stream"] for plan in found.plans.values()} == {found.stream}
-        assert not of_places or found.predicted_ms <= 1.0026 * min(of_places)
+    times = {"refresh": refreshes, "reuse": 0 if refreshes == 128 else 248}
+    found, of_places = scheduled(planner, STEPS, times), []
+    for place in SHARES:
+        plans = {name: planner.with_pinned({"stream": place}).plan(step, limit=False) for name, step in STEPS.items()}
+        if all(plan.fits for plan in plans.values()):
+            of_places.append(sum(times[name] * plan.predicted_step_ms for name, plan in plans.items()))
+    assert found.fits is bool(of_places)
+    assert {plan.config["stream"] for plan in found.plans.values()} == {found.stream}
+    assert not of_places or found.predicted_ms <= 1.0026 * min(of_places)
 
 
 def test_a_step_that_runs_seldom_does_not_have_others_stream() -> None:

@@ -39,7 +39,7 @@ class Model:
         self.ways = set[int | None]()
         self.last: SimpleNamespace | None = None
         self.learned, self.expected = set[str](), 0
-        self.memory = StepMemory(workspace, self.tables, lambda: self.shrinks.append(self.committed("workspace")))
+        self.memory = StepMemory(workspace, self.tables, lambda: self.shrinks.append(self.committed("workspace")), int)
 
     def committed(self, pool: str) -> int:
         return self.workspace.committed_bytes().get(pool, 0)

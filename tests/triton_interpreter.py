@@ -4,9 +4,10 @@ The interpreter keeps bfloat16 as its bits in uint16. Left alone it multiplies t
 off instead of rounding to nearest even when it stores float32 as bfloat16, and, with NumPy from 2.4 on, refuses loops
 over a runtime value. Arithmetic directly on bfloat16 is refused: kernels convert to float32 first.
 
-Half of its time goes into what tells nothing here. At every call of a function by another it looks through the whole
-language for what is to be replaced by what interprets it: here it looks once. Sums of integers are computed again with
-64 bits, to say that 32 are too few: here they wrap around, as on a card.
+Most of its time goes into what tells nothing here. At every call of a function by another it replaces the whole language
+by what interprets it: here once a launch. Sums of integers are computed again with 64 bits, to say that 32 are too few: here
+they wrap around, as on a card. It makes the type of every tuple, of shapes above all, and a table of NumPy's types at every
+use of one: here a tuple has a type when it is asked for, and the table is made once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import inspect
 import os
 import sys
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 if os.environ.get("TRITON_INTERPRET") != "1" and "triton" in sys.modules:
@@ -28,7 +29,8 @@ from triton.runtime import interpreter
 
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
 _plain_cast, _plain_dot, _plain_binary = Builder.cast_impl, Builder.create_dot, Builder.binary_op
-_plain_tensor_patch = interpreter._patch_lang_tensor
+_plain_tensor_patch, _plain_patch = interpreter._patch_lang_tensor, interpreter._patch_lang
+_plain_np_dtype = interpreter._get_np_dtype
 
 
 def widen(handle: Any) -> np.ndarray:
@@ -51,7 +53,7 @@ def _cast(self: Any, source: Any, target: Any) -> Any:
     if after == tl.bfloat16 != before:
         return Handle(to_bfloat16(widen(source)), after)
     if before == tl.bfloat16 != after:
-        return Handle(widen(source).astype(interpreter._get_np_dtype(target)), after)
+        return Handle(widen(source).astype(_np_dtype(target)), after)
     return _plain_cast(self, source, target)
 
 
@@ -80,16 +82,62 @@ def _builtins(package: Any) -> list[tuple[str, Any]]:
     return [(name, member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
 
 
+def _is_replaced(package: Any) -> bool:
+    name, member = _builtins(package)[0]
+    return getattr(package, name) is not member
+
+
 def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-    for name, member in _builtins(package):
-        if getattr(package, name) is member:
+    if not _is_replaced(package):
+        for name, member in _builtins(package):
             interpreter._patch_attr(package, name, member, builder, scope)
 
 
-for package in (tl, tl.core, tl.math, tl.tensor):
+@lru_cache
+def _languages(function: Any) -> list[Any]:
+    return [value for value in function.__globals__.values() if value is tl or value is tl.core]
+
+
+def _patch_lang(function: Any) -> Any:
+    if all(map(_is_replaced, (tl.tensor, *_languages(function)))):
+        return interpreter._LangPatchScope()
+    return _plain_patch(function)
+
+
+@lru_cache
+def _np_dtype_of(scalar: Any) -> Any:
+    return _plain_np_dtype(scalar)
+
+
+def _np_dtype(of: Any) -> Any:
+    scalar = of.scalar
+    return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else _np_dtype_of(scalar)
+
+
+def _make_tuple(self: Any, values: Any, type: Any = None) -> None:
+    self.values = [*values]
+    if type is not None:
+        self.type = type if isinstance(type, tl.tuple_type) else tl.tuple_type(type)
+
+
+def _type_of(self: Any) -> Any:
+    return tl.core._type_for_tuple_values(self.values)
+
+
+def _with_element(self: Any, element: Any) -> Any:
+    made = object.__new__(tl.block_type)  # the shape has been found to be one
+    made.element_ty, made.shape, made.numel = element, self.shape, self.numel
+    made.name = f"<{self.shape}, {element}>"
+    return made
+
+
+for package in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
     _builtins(package)  # before anything is replaced
 Builder.cast_impl, Builder.create_fp_to_fp = _cast, _convert
 Builder.create_dot, Builder.binary_op = _dot, _binary
-interpreter._patch_lang_tensor = _patch_tensor
-interpreter._patch_builtin = _patch_builtin
+interpreter._patch_lang_tensor, interpreter._patch_lang = _patch_tensor, _patch_lang
+interpreter._patch_builtin, interpreter._get_np_dtype = _patch_builtin, _np_dtype
 interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+tl.block_type.with_element_ty = _with_element
+tl.tuple.__init__, tl.tuple.type = _make_tuple, cached_property(_type_of)
+tl.tuple.type.__set_name__(tl.tuple, "type")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from mosaic.decoding import block_diffusion, block_editing, dream, fast_dllm, fast_dllm_v2, llada
 from mosaic.decoding.algorithm import Algorithm
 from mosaic.decoding.config import ALGORITHMS, GenerationConfig, resolve
 from mosaic.decoding.rows import OF_TABLE, TableRow
+from mosaic.errors import UsageError
 from mosaic.models.architecture import Architecture
 from mosaic.models.parts import CANVAS
 from mosaic.models.policies.policy import BlockStep
@@ -20,11 +21,16 @@ from mosaic.models.step import StepSize, bucket
 from mosaic.registrar.request_table import BY_BLOCKS, STOPS
 from mosaic.runtime.sharing import SharedSizes
 
+if TYPE_CHECKING:
+    from mosaic.runtime.request_table import RequestTable
+    from mosaic.runtime.steps import StepRunner
+
 __all__ = [
     "algorithm_of",
     "canvas_length",
     "expected_steps",
     "largest_steps",
+    "longest_row",
     "repeated_steps",
     "shapes",
     "shared_sizes",
@@ -67,6 +73,29 @@ def table_row(
         return None
     found = describe(config, architecture, prompt_len, request_id)
     return None if found is None or (streamed and found.sparse) else _with_policies(found, config, architecture)
+
+
+def longest_row(runner: StepRunner, table: RequestTable | None, config: GenerationConfig, tokens: int) -> TableRow:
+    """Return what a table has to know of a request of some options that has so many positions at most, its policies decided on.
+
+    Raises
+    ------
+    UsageError
+        If the answer alone is longer, or such requests are generators.
+    """
+    arch, found = runner.architecture, resolve(config, runner.architecture)
+    block = max(found.block_length or 1, arch.block)
+    prompt = tokens // block * block - found.gen_length
+    if prompt < 1:
+        raise UsageError(
+            f"tokens: a request with gen_length {found.gen_length:,} takes more than {tokens:,} positions."
+        )
+    row = None if table is None else table_row(found, arch, prompt, 0, table.streams_weights)
+    if row is None:
+        raise UsageError("warm: requests of these options are generators, whose steps are planned as they come.")
+    for expected in expected_steps(found, arch, prompt):
+        runner.pays(expected)
+    return row
 
 
 def _with_policies(row: TableRow, config: GenerationConfig, architecture: Architecture) -> TableRow | None:

@@ -336,8 +336,8 @@ class Scheduler:
             return
         self._kinds -= Counter(self._kinds_of(request.row))  # leaves out those of nobody
 
-    def step(self) -> ServedSteps:
-        """Run a step; on a device, launch the one after it before its outcome is waited for.
+    def step(self, *, alone: bool) -> ServedSteps:
+        """Run a step; on a device, launch the one after it before its outcome is waited for. Its time counts if it was `alone`.
 
         Its outcome is returned again until it is `taken`: whoever is interrupted loses none.
         """
@@ -351,14 +351,14 @@ class Scheduler:
             table.wait()
             with interrupts_held():
                 step, served = table.launched[0], table.read()
-                self._note_pace(step, served)
+                self._note_pace(step, served, alone)
                 self._served = self._of_live(served)
         return self._served
 
-    def _note_pace(self, step: Launched, served: Served) -> None:
+    def _note_pace(self, step: Launched, served: Served, alone: bool) -> None:
         """Note how long a step has taken, and what it had room for beside blocks if it served prompts."""
         began, self._arrived = max(self._arrived, step.started), perf_counter()
-        if self._runner.asynchronous:
+        if self._runner.asynchronous and alone:
             report = served.report
             prefix = self._table.columns[report[:, Reported.ROW], Column.PREFIX]
             blocks = (served.decided > 0) | (report[:, Reported.BEGIN] >= prefix)

@@ -18,11 +18,18 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from mosaic.decoding.algorithms import canvas_length, expected_steps, largest_steps, repeated_steps, table_row
+from mosaic.decoding.algorithms import (
+    canvas_length,
+    expected_steps,
+    largest_steps,
+    longest_row,
+    repeated_steps,
+    table_row,
+)
 from mosaic.decoding.canvas import Canvas
 from mosaic.decoding.config import GenerationConfig, resolve, uncut, with_options
 from mosaic.decoding.deadlines import Deadlines
-from mosaic.decoding.generators import asked_by, next_group
+from mosaic.decoding.generators import Generators
 from mosaic.decoding.live import LiveRequest, Submission
 from mosaic.decoding.prompts import Prompt, check_prompt, is_integer, is_text, token_ids, tokenizer_of
 from mosaic.decoding.rows import TableRow, demand_of
@@ -118,7 +125,7 @@ class Session(ClosesOnExit):
             self._table: RequestTable | None = getattr(runner, "request_table", lambda: None)()
         limits = max_num_batched_tokens, max_delay_ms
         self._scheduler = self._shared.table = None if self._table is None else Scheduler(runner, self._table, *limits)
-        self._tabled_last = False
+        self._generators, self._tabled_last = Generators(runner, max_delay_ms), False
 
     @property
     def live(self) -> tuple[LiveRequest, ...]:
@@ -174,7 +181,7 @@ class Session(ClosesOnExit):
         with interrupts_held(), self._runner.exclusive(), interrupts_let_through():
             if self._closed:
                 raise UsageError("the session is closed: open another one.")
-            rows = [self._warm_row(with_options(one, options), tokens) for one in configs]
+            rows = [longest_row(self._runner, self._table, with_options(one, options), tokens) for one in configs]
             scheduler, table = self._scheduler, self._table
             assert scheduler is not None and table is not None  # a request has a row
             count = scheduler.foresee(rows, requests)
@@ -189,22 +196,6 @@ class Session(ClosesOnExit):
             table.rest()
             table.freeze()
         return count
-
-    def _warm_row(self, config: GenerationConfig, tokens: int) -> TableRow:
-        """What a table has to know of the longest request of some options."""
-        arch, found = self._runner.architecture, resolve(config, self._runner.architecture)
-        block = max(found.block_length or 1, arch.block)
-        prompt = tokens // block * block - found.gen_length
-        if prompt < 1:
-            raise UsageError(
-                f"tokens: a request with gen_length {found.gen_length:,} takes more than {tokens:,} positions."
-            )
-        row = None if self._table is None else table_row(found, arch, prompt, 0, self._table.streams_weights)
-        if row is None:
-            raise UsageError("warm: requests of these options are generators, whose steps are planned as they come.")
-        for expected in expected_steps(found, arch, prompt):
-            self._runner.pays(expected)
-        return row
 
     def admits(self, *submissions: Submission) -> bool:
         """Return whether every future step fits the budget, with all that is live and these requests added; as for `submit`."""
@@ -365,6 +356,7 @@ class Session(ClosesOnExit):
             return False
         if self._scheduler is not None and isinstance(request, TabledRequest):
             self._scheduler.forget(request)
+        self._generators.forget(request)
         self._shared.remove(request)
         self._deadlines.remove(request)
         del self._live[request]
@@ -396,17 +388,14 @@ class Session(ClosesOnExit):
                     if self._giving:
                         raise UsageError("a callback cannot advance its session: return, and advance it from outside.")
                     self._deadlines.expire(self._end)
-                    scheduler = self._scheduler if self._next_is_tabled() else None
                     with interrupts_let_through():
-                        served = None if scheduler is None else scheduler.step()
-                        group = [] if served is not None else next_group(self._live, self._runner.architecture)
-                        results = self._runner.step(asked_by(group)) if group else []
+                        served, group, results = self._next()
                     if served is None and not group:
                         break
-                    if scheduler is not None:
-                        scheduler.taken()
+                    if served is not None and self._scheduler is not None:
+                        self._scheduler.taken()
                     self._turns += 1
-                    self._giving, self._tabled_last = True, scheduler is not None
+                    self._giving, self._tabled_last = True, served is not None
                     try:
                         if served is None:
                             self._give(group, results, done)
@@ -420,11 +409,24 @@ class Session(ClosesOnExit):
             raise
         return done
 
-    def _next_is_tabled(self) -> bool:
-        """Whether the table has the next step: it and the others take turns."""
-        if self._scheduler is None or not self._scheduler.live:
-            return False
-        return self._scheduler.count == len(self._live) or not self._tabled_last
+    def _next(self) -> tuple[ServedSteps | None, Sequence[LiveRequest], Sequence[StepResult]]:
+        """Run the next step, and return its outcome; nothing if nobody asks for one. The table and generators take turns; before
+        each comes the next part of a step in parts."""
+        scheduler = self._scheduler
+        while True:
+            group, results = self._generators.go_on()
+            if group:
+                return None, group, results
+            divided = len(self._generators.divided)
+            alone = scheduler is not None and scheduler.count + divided == len(self._live)
+            if scheduler is not None and scheduler.live and (alone or not self._tabled_last):
+                return scheduler.step(alone=not divided), (), ()
+            if group := self._generators.next_group(self._live):
+                outcome = self._generators.run(group, beside=len(group) < len(self._live))
+                if outcome is not None:
+                    return None, group, outcome
+            elif not divided:
+                return None, (), ()
 
     def _show(self, served: ServedSteps) -> None:
         """End the requests that a step has ended, and tell whoever wants to know; the first error is raised when all is done."""

@@ -81,4 +81,7 @@ def _places(planner: Planner, steps: Mapping[str, Step], times: Mapping[str, int
     choice = next(choice for choice in planner.at(first).space.template.choices if choice.name == "stream")
     for option in choice.options:
         if planner.pinned.get("stream", option) == option:
-            yield Schedule.of(planner.with_pinned({"stream": option}), steps, times)
+            schedule = Schedule.of(planner.with_pinned({"stream": option}), steps, times)
+            yield schedule
+            if schedule.fits and not planner.host_budget_bytes:
+                return  # the host has no room for what the others stream

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner
+    from mosaic.runtime.divided import Divided
     from mosaic.runtime.sharing import SharedSizes
 
 __all__ = ["CompiledModel", "MemoryReport", "StepOutput"]
@@ -274,6 +276,25 @@ class CompiledModel(Face):
             names = [name for name in asked[0].phase.results if name in ran.outputs]
             found = self._copy.start([ran.outputs[name] for name in names]).wait() if names else []
             return results_of(asked, dict(zip(names, found, strict=True)), ran.plan, perf_counter() - started)
+
+    def predicted_ms(self, requests: Sequence[StepRequest]) -> float:
+        """Return the predicted time of a step over these requests, in milliseconds."""
+        with self._engine.turn():
+            packed = pack_step(tuple(requests), self.architecture, states=self._engine.states)
+            return sum(self._engine.plans.plan(graph).predicted_step_ms for graph in packed.size.graphs)
+
+    def divide(self, requests: Sequence[StepRequest], part_ms: float) -> Divided | None:
+        """Begin a step as `step` runs it, in parts of so many predicted milliseconds, or one launch: other steps run in between.
+
+        Returns
+        -------
+        Divided or None
+            None if it is not longer than a part, or there is no memory for it beside what other steps have.
+        """
+        with self._engine.turn():
+            asked = tuple(requests)
+            packed = pack_step(asked, self.architecture, states=self._engine.states)
+            return self._engine.divide(packed, part_ms, [*asked[0].phase.results], partial(results_of, asked))
 
     def check(self, sizes: Sequence[StepSize], *, more: Mapping[State, int] | None = None) -> Plan:
         """Plan steps of these sizes, beside the rows that are open, and return the plan that takes the most memory.

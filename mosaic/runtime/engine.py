@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -15,20 +15,19 @@ from torch import Tensor
 
 from mosaic.errors import DoesNotFit, RuntimeMemoryError, UsageError
 from mosaic.models.state import State
-from mosaic.models.step import MAX_TOKENS, StepSize
-from mosaic.planner.schedule import Schedule, scheduled
+from mosaic.models.step import StepSize
+from mosaic.runtime.divided import Divided
 from mosaic.runtime.executor import Debug, Executor
 from mosaic.runtime.handed_out import HandedOut
 from mosaic.runtime.host_copy import HostCopy
 from mosaic.runtime.opening import graph_memory, in_use, open_workspace
 from mosaic.runtime.outputs import MemoryReport
 from mosaic.runtime.packing import PackedStep
-from mosaic.runtime.poison import POISON
 from mosaic.runtime.recent import Recent
 from mosaic.runtime.sharing import SharedSizes
-from mosaic.runtime.spans import Span, joined, without
+from mosaic.runtime.spans import Span
 from mosaic.runtime.state_rows import OwnedRows, RowTable
-from mosaic.runtime.step_memory import HeldValues, StepMemory
+from mosaic.runtime.step_memory import APART, WORKSPACE, HeldValues, StepMemory
 from mosaic.runtime.step_plans import Settings, StepPlans
 from mosaic.runtime.streams import shared_streams
 from mosaic.runtime.threads import StepThreads
@@ -38,8 +37,9 @@ from mosaic.runtime.workspace import HOST
 
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
-    from mosaic.planner.plan_records import PlanRecords
     from mosaic.planner.planner import Planner, SizedStep
+    from mosaic.runtime.divided import Results
+    from mosaic.runtime.workspace import Workspace
 
 KEPT_EXECUTORS: Final = 1024
 """Executors that are kept, such as those of a session's ladder, two where steps are cut: they take host memory only. The bytes of
@@ -48,9 +48,6 @@ KEPT_SIZES: Final = 256
 """Remembered sizes of two-graph steps all of whose graphs have plans."""
 MAKING_MS: Final = 150.0
 """What it takes to plan a step of some 8B parameters, to bind it, and to capture it: it stops whoever waits for it."""
-LOADED_BYTES_PER_S: Final = 2e9
-"""Weights that a checkpoint's files give in a second, at least on most machines."""
-MOST_BUDGET: Final = 1 << 50
 SLOWER: Final = 1.5
 """How much longer a step that is ready takes, at most, than one that would have to be made."""
 CAPTURED_MS: Final = 500.0
@@ -150,7 +147,8 @@ class Engine:
         self._running = first
         self._streams = shared_streams(self.device.index) if self._on_cuda else None
         self.workspace = open_workspace(planner)
-        self._memory = StepMemory(self.workspace, self._tables.values(), self._handed_out.empty)
+        self._divided: Divided | None = None
+        self._memory = StepMemory(self.workspace, self._tables.values(), self._handed_out.empty, self._finish_divided)
         self._graphs = graph_memory(plan, planner.budget_bytes, self.device, self._set_aside)
         self.weights = WeightStore(planner, self.workspace, self.device, seed=seed)
         try:
@@ -274,21 +272,52 @@ class Engine:
         if bound is not None:
             self._bound.move_to_end(key)
         if self.planner.program is not None:
-            self._zero_new_rows(records)
-        if self._fresh:
-            self._poison_fresh_rows()
+            self._memory.zero_new_rows(records, self.held)
+        self._poison_fresh_rows()
         step.write(executor)
         with self._in_force():
             executor.run()
         self.held.done(records)
         return Ran(executor.outputs, plan)
 
+    def divide(self, step: PackedStep, part_ms: float, names: Sequence[str], results: Results) -> Divided | None:
+        """Begin a step in parts of so many predicted milliseconds, or one launch; None if it is as short as a part, or there is no
+        memory for it beside what others have. `names` and `results` as for `Divided`.
+
+        Until its end others may run, in other memory. A step that needs this one's has it launched to its end first.
+        """
+        if step.size.bucketed is not None or not (self._divided is None or self._divided.is_over):
+            return None
+        plan = self.plans.within(self.workspace.committed_bytes().get(WORKSPACE, 0), step.size)
+        if plan is None or plan.predicted_step_ms <= part_ms or not self.weights.serves(plan):
+            return None
+        keeps_on_host = any(buffer.pool == HOST and not buffer.holds_weight for buffer in plan.records.buffers)
+        step.check(plan.records, self.held)
+        if keeps_on_host or not self._memory.commit_apart(plan):
+            return None
+        self.current = plan
+        self._poison_fresh_rows()
+        executor = self._executor(plan, self.workspace.renamed(**{WORKSPACE: APART}), capture=False)
+        step.write(executor)
+        share = part_ms / plan.predicted_step_ms
+        self._divided = Divided(plan, executor, share, self._in_force, names, results)
+        return self._divided
+
+    def _finish_divided(self) -> None:
+        """Launch a step in parts to its end: its memory goes."""
+        if self._divided is not None:
+            self._divided.finish()
+
+    def _executor(self, plan: Plan, workspace: Workspace, *, capture: bool) -> Executor:
+        return Executor(
+            plan, workspace, tensors=self.weights.adopted, weights=self.weights.places, debug=self.debug,
+            streams=self._streams, capture=capture, graphs=self._graphs,
+        )  # fmt: skip
+
     def _bind(self, plan: Plan, size: SizedStep, key: Hashable) -> Executor:
         """Bind a plan; its executor is kept for later steps of the same plan."""
-        executor = Executor(
-            plan, self.workspace, tensors=self.weights.adopted, weights=self.weights.places, debug=self.debug,
-            streams=self._streams, capture=self._capture and plan.predicted_step_ms <= CAPTURED_MS, graphs=self._graphs,
-        )  # fmt: skip
+        capture = self._capture and plan.predicted_step_ms <= CAPTURED_MS
+        executor = self._executor(plan, self.workspace, capture=capture)
         if self._serves_again(plan, size):
             self._bound.find(key, lambda: (plan, executor))
         return executor
@@ -298,21 +327,10 @@ class Engine:
         asked = size.rounded().dims(self.planner.architecture).items()
         return all(plan.dims.get(name, value) == value for name, value in asked)
 
-    def _zero_new_rows(self, records: PlanRecords) -> None:
-        """Zero the rows that a program's states gain by this plan. Owners write the rows of a model's states."""
-        for pool, size in records.held_states.items():
-            if new := size - self.held[pool]:
-                self.workspace.view(pool, self.held[pool], (new,), "uint8").zero_()
-
     def _poison_fresh_rows(self) -> None:
         """Fill rows that were handed out since the last step with NaN, so that reading them unwritten shows."""
         for state, spans in self._fresh.items():
-            table, size = self._tables[state], self._memory.row_bytes.get(self._tables[state].pool)
-            if size is None:
-                continue
-            for start, end in without(joined(spans), [*table.free, (table.rows, MAX_TOKENS)]):
-                self.workspace.view(table.pool, start * size, ((end - start) * size,), "uint8").fill_(POISON)
-            spans.clear()
+            self._memory.poison(self._tables[state], spans)
 
     @property
     def executors(self) -> tuple[Executor, ...]:
@@ -449,24 +467,16 @@ class Engine:
         given = self.plans.config is not None or "stream" in self.plans.asked.pinned
         if given or any(self.states.values()) or key in self._placed or not self.weights.can_move:
             return
-        self._place({name: size.rounded() for name, size in steps.items()}, times)
+        better = self.plans.placed({name: size.rounded() for name, size in steps.items()}, times)
+        if better is not None:
+            self._move(better)
         self._placed.find(key, lambda: True)
-
-    def _place(self, steps: Mapping[str, StepSize], times: Mapping[str, int]) -> None:
-        loading_ms, place = 1e3 * self.current.components["weights"] / LOADED_BYTES_PER_S, self.plans.planner
-        now = Schedule.of(place, steps, times)
-        unbounded = place.with_budgets(budget=MOST_BUDGET).with_pinned({"stream": "none"})
-        least_ms = Schedule.of(unbounded, steps, times).predicted_ms
-        if now.fits and now.predicted_ms <= least_ms + loading_ms:
-            return
-        found = scheduled(self.plans.asked, steps, times)
-        if found.fits and not (now.fits and now.predicted_ms <= found.predicted_ms + loading_ms):
-            self._move(next(iter(found.plans.values())))
 
     def _move(self, plan: Plan) -> None:
         """Load the weights again, where another plan has them."""
         lost = "; what was written into `weights()` is lost" if self.weights.shown else ""
         say = _log.warning if self.weights.shown else _log.info
+        self._finish_divided()
         say("weights move: %s is streamed from now on, loaded again%s", plan.config["stream"], lost)
         try:
             self.weights.forget()
@@ -482,6 +492,8 @@ class Engine:
         """Give all memory back. Closing twice is fine."""
         with self.turns:
             self._open = False
+            if self._divided is not None:
+                self._divided.drop()
             self.weights.forget()
             self._bound.clear()
             self._graphs.close()

@@ -8,11 +8,12 @@ a wrong plan.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -26,8 +27,8 @@ from mosaic.runtime.graph_memory import GraphMemory, NoRoom
 from mosaic.runtime.host_inputs import HostInputs, Numbers
 from mosaic.runtime.poison import Poison
 from mosaic.runtime.regions import Regions
-from mosaic.runtime.streams import CudaStreams, device_lost
-from mosaic.runtime.unroll import Arguments, Segment, unroll
+from mosaic.runtime.streams import MAIN, CudaStreams, device_lost
+from mosaic.runtime.unroll import Arguments, Segment, Step, unroll
 from mosaic.runtime.views import Views
 from mosaic.runtime.weight_guard import WeightGuard
 from mosaic.runtime.weights import require_in_place
@@ -178,9 +179,7 @@ class Executor:
                 function=step.function,
                 arguments={**step.arguments, **more},
             )
-            for segment in self.segments
-            for row in _rows(segment)
-            for step, more in zip(segment.steps, row, strict=True)
+            for step, more in self._listed()
         )
 
     def buffer(self, name: str) -> Tensor:
@@ -225,24 +224,62 @@ class Executor:
         self._run()
         self._guard.end()
 
-    def _run(self) -> None:
-        if self._streams is None:
-            self._launch()
-            return
+    def in_parts(self, share: float) -> Generator[None]:
+        """Run the step launch by launch, in parts of at most `share` of its FLOPs or one launch; yield between two of them.
+
+        Steps in other memory may run there. On a device two parts are on their way at most. Closing the iterator leaves out what
+        was not launched, and waits for the rest.
+        """
+        sent = [] if self._streams is None else [self._streams.event(), self._streams.event()]
+        if self._guard is not None:
+            self._guard.begin()
         try:
-            graph = None if self._watch is not None else self._graphs.find(self._key)
+            for number, part in enumerate(self._parts(share)):
+                if number:
+                    yield
+                with _lost_said():
+                    for event in sent[number % 2 : number % 2 + 1]:
+                        event.synchronize()
+                self._on_streams(partial(self._walk, part))
+                if self._streams is not None:
+                    self._streams.record(sent[number % 2], MAIN)
+        except GeneratorExit:
+            if self._streams is not None:
+                self._streams.drain()
+            raise
+        if self._guard is not None:
+            self._guard.end()
+
+    def _parts(self, share: float) -> Iterator[Sequence[tuple[Step, Arguments]]]:
+        """The calls of a step, cut where a part would have more than `share` of the step's FLOPs."""
+        ops, listed = self.records.ops, [*self._listed()]
+        times = Counter(step.op for step, _ in listed if step.name == ops[step.op].name)
+        most = share * sum(op.flops for op in ops)
+        part, spent = list[tuple[Step, Arguments]](), 0.0
+        for step, arguments in listed:
+            flops = ops[step.op].flops / times[step.op] if step.name == ops[step.op].name else 0.0
+            if spent and spent + flops > most:
+                yield part
+                part, spent = [], 0.0
+            part.append((step, arguments))
+            spent += flops
+        yield part
+
+    def _run(self) -> None:
+        if self._streams is not None and self._watch is None:
+            graph = self._graphs.find(self._key)
             if graph is not None and self._captured_over == self._host_changes():
-                self._streams.replay(graph)
+                with _lost_said():
+                    self._streams.replay(graph)
                 return
-            with self._streams.step():
-                self._launch()
-        except Exception as error:
-            lost = device_lost(error)
-            if lost is None:
-                raise
-            for note in getattr(error, "__notes__", ()):
-                lost.add_note(note)
-            raise lost from error
+        self._on_streams(self._launch)
+
+    def _on_streams(self, launch: Callable[[], object]) -> None:
+        if self._streams is None:
+            launch()
+            return
+        with _lost_said(), self._streams.step():
+            launch()
 
     def _launch(self) -> None:
         if self._watch is not None:
@@ -276,17 +313,35 @@ class Executor:
             watch(call)
             call.function(**call.arguments)
 
-    def _walk(self) -> None:
+    def _listed(self) -> Iterator[tuple[Step, Arguments]]:
+        """All calls of a step in order, with their further arguments."""
+        return chain.from_iterable(
+            zip(segment.steps, row, strict=True) for segment in self.segments for row in _rows(segment)
+        )
+
+    def _walk(self, calls: Iterable[tuple[Step, Arguments]] | None = None) -> None:
         step = None
         try:
-            for segment in self.segments:
-                for row in _rows(segment):
-                    for step, arguments in zip(segment.steps, row, strict=True):
-                        step.call(**arguments)
+            for step, arguments in self._listed() if calls is None else calls:
+                step.call(**arguments)
         except Exception as error:
             assert step is not None
             error.add_note(f"in op {step.op} ({step.name}) of the plan")
             raise
+
+
+@contextmanager
+def _lost_said() -> Iterator[None]:
+    """Raise `DeviceLost` in place of an error that says so."""
+    try:
+        yield
+    except Exception as error:
+        lost = device_lost(error)
+        if lost is None:
+            raise
+        for note in getattr(error, "__notes__", ()):
+            lost.add_note(note)
+        raise lost from error
 
 
 def _rows(segment: Segment) -> Iterator[tuple[Arguments, ...]]:

@@ -11,8 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from mosaic.errors import DoesNotFit, RuntimeMemoryError, UsageError
+from mosaic.models.step import MAX_TOKENS
+from mosaic.runtime.poison import POISON
 from mosaic.runtime.recent import Recent
-from mosaic.runtime.spans import Spans
+from mosaic.runtime.spans import Span, Spans, joined, without
 from mosaic.runtime.state_rows import RowTable
 from mosaic.runtime.workspace import HOST, Workspace
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from mosaic.planner.plan_records import PlanRecords
 
 WORKSPACE: Final = "workspace"
+APART: Final = "apart"
+"""The range of a step that is launched in parts, in place of `workspace`."""
 ALTERNATING: Final = 512
 """Plans that alternate without a new commit, such as the steps of a session."""
 _log = logging.getLogger(__name__)
@@ -37,6 +41,8 @@ class StepMemory:
         The owners of the states' rows; tables may be added later.
     before_shrinking
         Called before the pool `workspace` loses memory, to empty views of it.
+    finish
+        Called before the range `APART` loses memory, to finish the step that has it.
     """
 
     def __init__(
@@ -44,8 +50,10 @@ class StepMemory:
         workspace: Workspace,
         tables: Collection[RowTable],
         before_shrinking: Callable[[], None],
+        finish: Callable[[], None],
     ) -> None:
-        self._workspace, self._tables, self._before_shrinking = workspace, tables, before_shrinking
+        self._workspace, self._tables = workspace, tables
+        self._before_shrinking, self._finish = before_shrinking, finish
         self.row_bytes: dict[str, int] = {}
         """By pool, the bytes of one row of each state that plans have had; the same in all plans of a model."""
         self._served: Recent[tuple[int, ...], Plan] = Recent(ALTERNATING)
@@ -78,12 +86,25 @@ class StepMemory:
             grow()
         self._served.find(self._now(plan), lambda: plan)
 
+    def commit_apart(self, plan: Plan) -> bool:
+        """Commit a plan's memory with the range `APART` for its workspace; return whether there is so much beside all others'."""
+        sizes = {APART if name == WORKSPACE else name: size for name, size in plan.pools.items() if name != "weights"}
+        self._learn(plan, sizes)
+        try:
+            self._workspace.commit_all({name: size for name, size in sizes.items() if size}, holes=self._holes())
+        except (DoesNotFit, RuntimeMemoryError):
+            self._workspace.trim_all({APART: 0})
+            return False
+        return True
+
     def _leave(self, sizes: Mapping[str, int]) -> None:
         """Give back all memory beyond these bytes."""
         committed = self._workspace.committed_bytes()
         if sizes[WORKSPACE] < committed.get(WORKSPACE, 0):
             self._before_shrinking()
-        unused = {name: 0 for name in committed if name == HOST or name.startswith("carry/")}
+        if APART in committed:
+            self._finish()
+        unused = {name: 0 for name in committed if name in (HOST, APART) or name.startswith("carry/")}
         self._workspace.trim_all({**unused, **sizes}, holes=self._holes())
 
     def give_idle_back(self, plan: Plan | None = None) -> None:
@@ -94,8 +115,23 @@ class StepMemory:
 
     def trim(self, plan: Plan) -> None:
         """Give back memory that neither the plan of the last step nor the owners of rows need."""
+        self._finish()
         sizes = {name: plan.pools.get(name, 0) for name in self._workspace.committed_bytes() if name != "weights"}
         self._workspace.trim_all(sizes | self._owned(), holes=self._holes())
+
+    def zero_new_rows(self, records: PlanRecords, held: Mapping[str, int]) -> None:
+        """Zero the rows that a program's states gain by a plan. Owners write the rows of a model's states."""
+        for pool, size in records.held_states.items():
+            if new := size - held[pool]:
+                self._workspace.view(pool, held[pool], (new,), "uint8").zero_()
+
+    def poison(self, table: RowTable, fresh: list[Span]) -> None:
+        """Fill these rows of a state with NaN, as far as somebody owns them still, if plans have had the state; forget them."""
+        if (size := self.row_bytes.get(table.pool)) is None:
+            return
+        for start, end in without(joined(fresh), [*table.free, (table.rows, MAX_TOKENS)]):
+            self._workspace.view(table.pool, start * size, ((end - start) * size,), "uint8").fill_(POISON)
+        fresh.clear()
 
     def _owned(self) -> dict[str, int]:
         """Bytes of each state that has memory, up to its last owned row."""

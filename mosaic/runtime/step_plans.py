@@ -11,9 +11,10 @@ from mosaic.models.state import State
 from mosaic.models.step import StepSize, rounded_states
 from mosaic.planner.cut_steps import pays_up_to
 from mosaic.planner.planner import Planner, Settings, SizedStep
+from mosaic.planner.schedule import Schedule, scheduled
 from mosaic.registrar.bucketed import ProgramStep
 from mosaic.runtime.recent import Recent
-from mosaic.units import format_bytes, format_tokens
+from mosaic.units import format_bytes, format_tokens, round_up
 
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
@@ -24,6 +25,9 @@ KEPT_PLANS: Final = 32
 """Plans that are kept, by size."""
 KEPT_ANSWERS: Final = 8192
 """Sizes for which `StepPlans.fits` remembers the answer."""
+LOADED_BYTES_PER_S: Final = 2e9
+"""Weights that a checkpoint's files give in a second, at least on most machines."""
+MOST_BUDGET: Final = 1 << 50
 
 
 class StepPlans:
@@ -98,6 +102,15 @@ class StepPlans:
             raise self._refusal(step, self._settings(step, config))
         return plan
 
+    def within(self, num_bytes: int, step: SizedStep) -> Plan | None:
+        """Plan a step as if the budget had so many bytes less, rounded up; None if none fits."""
+        before, eighth = self.aside_bytes, 1 << max(num_bytes.bit_length() - 4, 0)
+        self.set_aside(before + round_up(num_bytes, eighth))
+        try:
+            return self._made(step.rounded(), None) or self._made(step, None)
+        finally:
+            self.set_aside(before)
+
     def _made(self, step: SizedStep, config: Settings | None) -> Plan | None:
         """The plan of a step, or None if none fits; made once while the weights stay where they are."""
         settings = None if config is None else frozenset((name, repr(value)) for name, value in config.items())
@@ -156,6 +169,20 @@ class StepPlans:
             for step in (whole, size.graph(), size.graph(fewest))
         )
         return pays_up_to(whole_ms, prefix_ms, {fewest: suffix_ms}) > 0
+
+    def placed(self, steps: Mapping[str, StepSize], times: Mapping[str, int]) -> Plan | None:
+        """A plan with the weights where these steps, each run so many `times`, take the least predicted time in all; None if
+        loading them again costs more than it saves."""
+        now = Schedule.of(self.planner, steps, times)
+        weights = next(iter(now.plans.values())).components["weights"]
+        loading_ms = 1e3 * weights / LOADED_BYTES_PER_S
+        unbounded = self.planner.with_budgets(budget=MOST_BUDGET).with_pinned({"stream": "none"})
+        least_ms = Schedule.of(unbounded, steps, times).predicted_ms
+        if now.fits and now.predicted_ms <= least_ms + loading_ms:
+            return None
+        found = scheduled(self.asked, steps, times)
+        pays = found.fits and not (now.fits and now.predicted_ms <= found.predicted_ms + loading_ms)
+        return next(iter(found.plans.values())) if pays else None
 
     def exact(self, step: SizedStep, config: Settings | None = None) -> Plan:
         """Plan with the weights where they are, or, if only that fits, elsewhere."""

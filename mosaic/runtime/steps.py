@@ -138,6 +138,16 @@ class StepResult:
     values: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+class DividedStep(Protocol):
+    """A step that is launched in parts: steps of others may run between two of them."""
+
+    def go_on(self) -> list[StepResult] | None:
+        """Launch the next part; with the last one, wait for the outcome and return it, from then on again."""
+
+    def drop(self) -> None:
+        """Leave out what was not launched; nothing of the step runs on."""
+
+
 class StepRunner(Protocol):
     """What runs steps: a compiled model."""
 

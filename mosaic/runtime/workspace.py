@@ -31,6 +31,7 @@ RESERVE_BYTES: Final = 1 << 40
 """The most address space of a range; a process has 128 TiB."""
 HOST: Final = "host"
 NO_HOLES: Final[Mapping[str, Spans]] = MappingProxyType({})
+NO_NAMES: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -61,6 +62,8 @@ class Workspace(ClosesOnExit):
     host
         The source of the range `host`, with its own ledger: a `HostPool` for a CUDA card. Beside a `PagePool`, another
         one without a limit if not given.
+    names
+        Ranges that pools have, where they are not of the same name.
 
     Examples
     --------
@@ -79,7 +82,9 @@ class Workspace(ClosesOnExit):
         page_bytes: int = PAGE_BYTES,
         pool: RangePool | None = None,
         host: RangePool | None = None,
+        names: Mapping[str, str] = NO_NAMES,
     ) -> None:
+        self._names = names
         self.pages: RangePool = pool if pool is not None else PagePool(ledger, page_bytes=page_bytes)
         if host is None and isinstance(self.pages, PagePool):
             host = PagePool(DeviceLedger(device=HOST), page_bytes=self.pages.page_bytes)
@@ -90,6 +95,10 @@ class Workspace(ClosesOnExit):
     def ledger(self) -> DeviceLedger:
         """The ledger of the device's pages; `host.ledger` is that of the host."""
         return self.pages.ledger
+
+    def renamed(self, **names: str) -> Workspace:
+        """Return the same memory, with other ranges for some pools."""
+        return Workspace(pool=self.pages, host=self.host, capacities=self._capacities, names=names)
 
     def _pool(self, name: str) -> RangePool:
         if name != HOST:
@@ -103,6 +112,7 @@ class Workspace(ClosesOnExit):
 
     def range(self, name: str) -> Range:
         """Give the range of a pool, reserved on first use."""
+        name = self._names.get(name, name)
         pool = self._pool(name)
         existing = pool.ranges.get(name)
         if existing is not None:
