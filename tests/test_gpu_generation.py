@@ -292,8 +292,8 @@ def test_the_drivers_counter_stays_within_the_budget(way: str) -> None:
 def test_others_step_between_the_parts_of_a_refresh(delay_ms: float) -> None:
     """A generator's Refresh is launched in parts beside a row of the table; both get what they get alone."""
     long = mosaic.GenerationConfig(**_FAST, threshold=1.0, cache="sparse:retention=0.3:sample=0.25")
-    short = mosaic.GenerationConfig(**{**_FAST, "gen_length": 512}, threshold=1.0, cache="dual")
-    prompts = [torch.arange(count) % 40 + 6 for count in (512, 9)]
+    short = mosaic.GenerationConfig(**{**_FAST, "gen_length": 480}, threshold=1.0, cache="dual")
+    prompts = [torch.arange(count) % 40 + 6 for count in (464, 9)]
     with mosaic.compile(FAMILIES["llada"], device=DEVICE, seed=3) as model:
         alone = [model.generate([prompt], config)[0] for prompt, config in zip(prompts, (long, short), strict=True)]
         with model.session(max_delay_ms=delay_ms) as session:
