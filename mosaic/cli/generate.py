@@ -9,12 +9,15 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
 from mosaic.cli import decoding_options as o
 from mosaic.cli.completion import model_names
+from mosaic.cli.job import SKIP, answer_file
 from mosaic.cli.output import note, print_json
 from mosaic.cli.request import own_dtype, require_torch, scaled
 from mosaic.errors import DoesNotFit, UsageError
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from mosaic.decoding.text import TextStreamer
     from mosaic.decoding.tokenizer import Tokenizer
     from mosaic.models import Model
+    from mosaic.runtime.compiled import CompiledModel
     from mosaic.runtime.steps import StepRunner
 
     View: TypeAlias = LiveView | Lines
@@ -77,19 +81,48 @@ def generate(
     dtype: o.DType = None,
     threads: o.Threads = None,
     batch_invariant: o.BatchInvariant = False,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file of requests instead of a prompt, one JSON object per line.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the answers to --prompts are appended; a job goes on from what is there.")
+    ] = None,
+    as_finished: Annotated[
+        bool, typer.Option("--as-finished", help="Append answers as they end, not in the order of --prompts.")
+    ] = False,
+    skip_bad_lines: Annotated[
+        bool, typer.Option(SKIP, help="Name lines of --prompts that are no requests, and go on.")
+    ] = False,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, help="Requests of --prompts that are live at once, at most; 64.")
+    ] = None,
     no_live: Annotated[bool, typer.Option("--no-live", help="Write text as it is committed, no canvas.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Generate text within a plan. In a terminal the canvas fills in live; elsewhere stdout gets the text alone."""
     require_torch("`mosaic generate`")
-    text = _prompt(prompt)
+    if prompts is not None and prompt is not None:
+        raise UsageError("give --prompt or --prompts, not both.")
+    text = _prompt(prompt) if prompts is None else ""
     from mosaic.decoding.config import GenerationConfig, resolve
     from mosaic.decoding.text import TextStreamer
     from mosaic.models import SHIPPED, load
 
-    config = _of_one_request(GenerationConfig(**o.given(context)))
+    asked = GenerationConfig(**o.given(context))
     described = scaled(load(model), rope_scaling)
     chat = model in SHIPPED if chat is None else chat
+    dtype = dtype or own_dtype(model, device)
+    opened = partial(
+        _compiled, described, device=device, budget=budget, host_budget=host_budget, dtype=dtype, threads=threads,
+        batch_invariant=batch_invariant, seed=asked.seed,
+    )  # fmt: skip
+    if prompts is not None:
+        answer_file(
+            described, opened, asked, prompts=prompts, out=out, chat=chat, ordered=not as_finished, skips=skip_bad_lines,
+            most_live=max_num_seqs, as_json=as_json,
+        )  # fmt: skip
+        return
+    config = _of_one_request(asked)
     tokenizer = _tokenizer(described)
     prompt_ids = _encode(text, tokenizer, chat, described)
     if tokenizer is None:
@@ -98,9 +131,9 @@ def generate(
             "token ids are printed, and the output is noise."
         )
     job = _Job(
-        model=described, tokenizer=tokenizer, prompt_ids=prompt_ids, asked=config,
+        model=described, opened=opened, tokenizer=tokenizer, prompt_ids=prompt_ids, asked=config,
         config=resolve(config, described.architecture), chat=chat, device=device, budget=budget, host_budget=host_budget,
-        dtype=dtype or own_dtype(model, device), threads=threads, batch_invariant=batch_invariant,
+        dtype=dtype, batch_invariant=batch_invariant,
     )  # fmt: skip
     for warning in _outlook(job):
         note(warning)
@@ -190,6 +223,7 @@ class _Job:
     """The inputs of a run; `config` has the requested options and the algorithm's defaults."""
 
     model: Model
+    opened: Callable[[], CompiledModel]
     tokenizer: Tokenizer | None
     prompt_ids: list[int]
     asked: GenerationConfig
@@ -199,8 +233,22 @@ class _Job:
     budget: str | None
     host_budget: str | None
     dtype: str | None
-    threads: int | None
     batch_invariant: bool
+
+
+def _compiled(model: Model, **options: Any) -> CompiledModel:
+    """Load the model."""
+    from mosaic.runtime.compile import compile
+
+    try:
+        return compile(model, **options)
+    except DoesNotFit as misfit:
+        raise DoesNotFit(
+            f"{model.name} takes {format_bytes(misfit.needed_bytes)} for a single token, the budget is "
+            f"{format_bytes(misfit.available_bytes)}: raise --budget, or stream weights with --host-budget.",
+            needed_bytes=misfit.needed_bytes,
+            available_bytes=misfit.available_bytes,
+        ) from None
 
 
 def _decode(
@@ -211,22 +259,9 @@ def _decode(
 
     from mosaic.cli.live import Record
     from mosaic.decoding import loop
-    from mosaic.runtime.compile import compile
 
     began = time.perf_counter()
-    try:
-        opened = compile(
-            job.model, device=job.device, budget=job.budget, host_budget=job.host_budget, dtype=job.dtype,
-            threads=job.threads, batch_invariant=job.batch_invariant, seed=job.config.seed,
-        )  # fmt: skip
-    except DoesNotFit as misfit:
-        raise DoesNotFit(
-            f"{job.model.name} takes {format_bytes(misfit.needed_bytes)} for a single token, the budget is "
-            f"{format_bytes(misfit.available_bytes)}: raise --budget, or stream weights with --host-budget.",
-            needed_bytes=misfit.needed_bytes,
-            available_bytes=misfit.available_bytes,
-        ) from None
-    with opened as compiled:
+    with job.opened() as compiled:
         loaded = time.perf_counter() - began
         record = Record()
         with nullcontext() if view is None else view(job, record) as shown:
