@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mosaic.decoding.session import Session
     from mosaic.devices import DEVICES, Device, load_device
     from mosaic.errors import DoesNotFit, MosaicError, UsageError
+    from mosaic.jobs import LLM, SamplingParams
     from mosaic.models.policies.flashblock import PrefixReuse
     from mosaic.models.policies.focus_options import Eviction
     from mosaic.models.policies.mage_options import SparseAttention
@@ -45,6 +46,7 @@ _PUBLIC = {
     "GenerationConfig": "mosaic.decoding.config",
     "Graph": "mosaic.registrar.graph",
     "Implementation": "mosaic.registrar.operator",
+    "LLM": "mosaic.jobs",
     "MosaicError": "mosaic.errors",
     "Operator": "mosaic.registrar.operator",
     "Plan": "mosaic.planner.plan",
@@ -52,6 +54,7 @@ _PUBLIC = {
     "PrefixReuse": "mosaic.models.policies.flashblock",
     "Program": "mosaic.registrar.program",
     "Request": "mosaic.planner.request",
+    "SamplingParams": "mosaic.jobs",
     "Session": "mosaic.decoding.session",
     "SparseAttention": "mosaic.models.policies.mage_options",
     "SparseKeys": "mosaic.models.policies.sparse_keys",
@@ -68,6 +71,7 @@ _PUBLIC = {
 
 __all__ = [
     "DEVICES",
+    "LLM",
     "CompiledModel",
     "CompiledProgram",
     "Device",
@@ -84,6 +88,7 @@ __all__ = [
     "PrefixReuse",
     "Program",
     "Request",
+    "SamplingParams",
     "Session",
     "SparseAttention",
     "SparseKeys",

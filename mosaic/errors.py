@@ -40,14 +40,15 @@ class UnknownName(UsageError):
 
 class DoesNotFit(MosaicError):
     """A valid request that needs more bytes than are available. If they will be, `steps` says after how many steps of the session
-    at most."""
+    at most; if the request would be refused alone in the session too, `never` is true."""
 
     exit_code = 3
 
     def __init__(
-        self, message: str, *, needed_bytes: int = 0, available_bytes: int = 0, steps: int | None = None
-    ) -> None:
-        self.needed_bytes, self.available_bytes, self.steps = needed_bytes, available_bytes, steps
+        self, message: str, *, needed_bytes: int = 0, available_bytes: int = 0, steps: int | None = None,
+        never: bool = False,
+    ) -> None:  # fmt: skip
+        self.needed_bytes, self.available_bytes, self.steps, self.never = needed_bytes, available_bytes, steps, never
         super().__init__(message)
 
 

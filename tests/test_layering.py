@@ -24,6 +24,7 @@ ALLOWED = {
     "runtime": {"registrar", "kernels", "runtime", "planner", "models", "devices", "files"},
     "calibration": {"registrar", "kernels", "runtime", "calibration", "devices", "files"},
     "decoding": {"registrar", "kernels", "runtime", "planner", "models", "decoding"},
+    "jobs": {"runtime", "models", "decoding", "jobs", "devices", "files"},
 }
 COMMON = {"errors", "units", "version"}
 # At call time, through the room above: a notebook's picture of an object, and `generate` of a compiled model.

@@ -14,6 +14,7 @@ from mosaic.decoding.loop import generate
 from mosaic.decoding.noise import row_keys
 from mosaic.decoding.prompts import Prompt
 from mosaic.decoding.session import Session
+from mosaic.decoding.stream import Outcome, Stream
 from mosaic.decoding.streaming import DraftStreamer, OnStep, Step, Streamer
 from mosaic.decoding.text import TextStreamer
 from mosaic.decoding.tokenizer import Tokenizer
@@ -27,9 +28,11 @@ __all__ = [
     "GenerationConfig",
     "LiveRequest",
     "OnStep",
+    "Outcome",
     "Prompt",
     "Session",
     "Step",
+    "Stream",
     "Streamer",
     "Submission",
     "TextStreamer",

@@ -132,15 +132,16 @@ class Scheduler:
         """Return whether the steps of all live requests, and of those that were foreseen, fit."""
         return self._table.admits([*self._shared(()), *self._foreseen], {})
 
-    def outlook(self, rows: Sequence[TableRow], more: Mapping[State, int]) -> tuple[int | None, str]:
-        """Return `room_in`, and say so, or what one request alone would have to be."""
+    def outlook(self, rows: Sequence[TableRow], more: Mapping[State, int]) -> tuple[int | None, bool, str]:
+        """Return `room_in`, whether one request would not fit alone either, and say so, or what it would have to be."""
         steps = self.room_in(rows, more)
         if steps is not None:
-            return steps, f" If nobody else comes, there is room in {steps:,} steps at most."
+            return steps, False, f" If nobody else comes, there is room in {steps:,} steps at most."
         if len(rows) > 1:
-            return None, ""
+            return None, False, ""
         longest = self.longest(rows[0])
-        return None, f" Alone, such a request fits with {longest:,} positions of prompt and answer at most."
+        alone = f" Alone, such a request fits with {longest:,} positions of prompt and answer at most."
+        return None, longest < rows[0].length, alone
 
     def room_in(self, rows: Sequence[TableRow], more: Mapping[State, int]) -> int | None:
         """Return in how many steps at most these fit, unless others come before; None if they may never, or nobody can say.

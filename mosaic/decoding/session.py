@@ -301,9 +301,10 @@ class Session(ClosesOnExit):
             scheduler = self._scheduler
             if scheduler is None or len(tabled) < len(more) or scheduler.count < len(self._live):
                 raise  # nobody knows how long a generator takes
-            steps, outlook = scheduler.outlook(tabled, rows)
+            steps, never, outlook = scheduler.outlook(tabled, rows)
             raise DoesNotFit(
-                f"{refused}{outlook}", needed_bytes=refused.needed_bytes, available_bytes=refused.available_bytes, steps=steps
+                f"{refused}{outlook}", needed_bytes=refused.needed_bytes, available_bytes=refused.available_bytes,
+                steps=steps, never=never,
             ) from None  # fmt: skip
 
     def _asked(self, more: Sequence[_Described]) -> tuple[list[StepSize], list[TableRow], Counter[State]]:
