@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from test_request_table import Asked, Caller, come_and_go, prompt_of
 from test_sparse_keys_rows import DEEP, drawn
+from test_warm import counted
 
 import mosaic
 from mosaic.decoding import GenerationConfig, Session
@@ -105,11 +106,21 @@ def test_generators_step_between_parts_that_are_as_long_as_the_bound(models: dic
         parts_until_first_outcome(session, other)
 
 
-def test_a_step_within_the_bound_is_launched_at_once(models: dict[str, CompiledModel]) -> None:
-    with models["llada"].session(max_delay_ms=1000) as session:
-        session.submit(prompt_of(5), GenerationConfig(**CONFIG, cache="dual"))
-        session.advance()
-        assert parts_until_first_outcome(session, session.submit(prompt_of(72), LONG)) <= 1
+def test_a_step_within_the_bound_is_launched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not planned for other memory."""
+    planned = list[int]()
+    for divides in (True, False):
+        if not divides:
+            monkeypatch.delattr(CompiledModel, "divide")
+        with mosaic.compile(DEEP["llada"], seed=3) as model, model.session(max_delay_ms=1000) as session:
+            with counted(monkeypatch) as made:
+                session.submit(prompt_of(5), GenerationConfig(**CONFIG, cache="dual"))
+                session.advance()
+                assert parts_until_first_outcome(session, session.submit(prompt_of(72), LONG)) <= 1
+                while session.live:
+                    session.advance()
+            planned.append(made["plans"])
+    assert planned[0] == planned[1]
 
 
 def test_whoever_shares_a_step_with_a_request_that_is_cancelled_begins_again(models: dict[str, CompiledModel]) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from test_request_table import CONFIGS, prompt_of
 from test_session_turns import Shown
+from torch import Tensor
 
 import mosaic
 from mosaic.decoding import GenerationConfig, LiveRequest, Session, Step, Submission
@@ -22,7 +23,7 @@ from mosaic.errors import UsageError
 from mosaic.registrar.operators.pack_requests import PATIENCE
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.request_table import RequestTable
-from mosaic.runtime.room import Shape
+from mosaic.runtime.room import Room, Shape
 
 WAY: dict[str, Any] = {"stop_at_eos": False, "seed": 3}
 
@@ -370,3 +371,46 @@ def test_prompts_delay_blocks_of_other_groups_no_longer_than_their_own(
             session.advance(24)
             longest[attention] = max(tokens for groups, tokens in found if groups & 1)
     assert longest["flashblock"] <= longest[None] < 100
+
+
+def test_admission_counts_who_is_live_whoever_has_come_and_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for the same steps as in a session to which the live requests alone have come."""
+    rng, rooms, compared = random.Random(4), list[Room](), 0
+    live: dict[LiveRequest, tuple[Tensor, dict[str, Any]]] = {}
+    admits = RequestTable.admits
+    monkeypatch.setattr(
+        RequestTable, "admits", lambda table, asked, *rest: admits(table, [*map(noted(rooms), asked)], *rest)
+    )
+    config = {**CONFIGS["sdar"], "num_hidden_layers": 3}
+    ways: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"attention": "flashblock"}, {"eviction": "focus"}]
+    ways.append({"attention": mosaic.SparseAttention(k=4, exact_layers=1)})
+    with mosaic.compile(config, seed=3) as first, mosaic.compile(config, seed=3) as second, first.session() as session:
+        for _ in range(40):
+            if live and rng.random() < 0.4:
+                session.cancel(gone := rng.choice([*live]))
+                del live[gone]
+            else:
+                one = prompt_of(rng.randint(1, 40)), {"gen_length": 8 * rng.randint(1, 4), **rng.choice(ways)}
+                live[session.submit(one[0], **one[1])] = one
+            asked = Submission(prompt=prompt_of(9), config=GenerationConfig(gen_length=8, **rng.choice(ways)))
+            with second.session() as fresh:
+                for prompt, options in live.values():
+                    fresh.submit(prompt, **options)
+                found = []
+                for which in (session, fresh):
+                    rooms.clear()
+                    assert which.admits(asked)
+                    found.append(Counter(rooms))
+                assert found[0] == found[1] and rooms
+                compared += len(live) > 3
+    assert compared > 10
+
+
+def noted(rooms: list[Room]) -> Callable[[Room], Room]:
+    """A function that writes a room down, and returns it."""
+
+    def note(room: Room) -> Room:
+        rooms.append(room)
+        return room
+
+    return note

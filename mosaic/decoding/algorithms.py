@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
@@ -161,21 +162,27 @@ def largest_steps(
 
 
 def expected_steps(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> Iterator[StepSize]:
-    """Give the cut steps of one block of as many requests as an eviction expects: for the prompt, and for half as long ones.
-
-    Keys are rounded up to a power of two: whether cutting pays is found out for few numbers.
-    """
-    prompt, block = prompt_len, config.block_length or 1
-    while config.eviction is not None and prompt:
-        size = largest_steps(config, architecture, prompt, 0)[-1]
-        count, keys = size.phase.cut.expects if size.phase.cut is not None else 0, bucket(size.keys[-1], share=1)
-        if not count:
+    """Give the cut steps of one block of as many requests as an eviction expects: for a canvas that is rounded up to a power of
+    two, so that whether cutting pays is found out for few, and for half as long ones."""
+    canvas = bucket(canvas_length(config, architecture, prompt_len), share=1)
+    while config.eviction is not None and canvas > config.gen_length:
+        size = _expected_step(config, architecture, canvas - config.gen_length)
+        if size is None:
             return
-        yield replace(
-            size, windows=(block,) * count, keys=(keys,) * count, owned=(max(keys, *size.owned),) * count, extents=0,
-            rows=min(size.rows, block) * count, states={},
-        )  # fmt: skip
-        prompt //= 2
+        yield size
+        canvas //= 2
+
+
+@lru_cache(maxsize=256)
+def _expected_step(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> StepSize | None:
+    size, block = largest_steps(config, architecture, prompt_len, 0)[-1], config.block_length or 1
+    count, keys = size.phase.cut.expects if size.phase.cut is not None else 0, bucket(size.keys[-1], share=1)
+    if not count:
+        return None
+    return replace(
+        size, windows=(block,) * count, keys=(keys,) * count, owned=(max(keys, *size.owned),) * count, extents=0,
+        rows=min(size.rows, block) * count, states={},
+    )  # fmt: skip
 
 
 def repeated_steps(

@@ -92,6 +92,7 @@ class Scheduler:
         self._waiting: deque[TabledRequest] = deque()
         self._kinds = Counter[Kind]()
         self._warm: dict[Kind, None] = {}
+        self._rooms: dict[int, Room] = {}  # that all blocks of a group need, until a request comes or goes
         self._foreseen, self._slots, self._ready = list[Room](), 0, 0
         self._groups, self._substitutes = Groups(), Substitutes(table, most_tokens)
         self._deciding = self._decided = 0
@@ -197,24 +198,27 @@ class Scheduler:
         return [self._table.size(room, states) for room in self._shared(rows)]
 
     def _shared(self, rows: Iterable[TableRow], gone: Iterable[TabledRequest] = ()) -> list[Room]:
-        """The room of each group's step that serves all blocks of live requests, but those who have `gone`, and of these.
-
-        Steps take `most_tokens` at most, unless one request needs more, and of whole canvases one at a time.
-        """
-        counts = Counter(self._kinds)
-        for row in rows:
-            counts.update(self._kinds_of(row))
-        for request in gone:
-            counts -= Counter(self._kinds_of(request.row))
-        found = []
-        for group in dict.fromkeys(kind.group for kind in counts):
-            mine = {kind: count for kind, count in counts.items() if kind.group == group}
-            needed, block, _ = needs_of(kinds := self._beside((group,), mine))
-            usual = sum(usual_tokens(kind) * count for kind, count in mine.items())
-            blocks = self._rung(max(needed, min(usual, self._most(block))), block)
-            decides = sum(kind.rows * count for kind, count in mine.items())
-            found.append(Room.of(phase_of(kinds, marked=True), sum(mine.values()), blocks, block, decides))
+        """The room of each group's step that serves all blocks of live requests, but those who have `gone`, and of these. Steps
+        take `most_tokens` at most, unless one request needs more, and of whole canvases one at a time."""
+        kinds, more = self._kinds, Counter(kind for row in rows for kind in self._kinds_of(row))
+        less = Counter(kind for request in gone for kind in self._kinds_of(request.row))
+        changed, found = {kind.group for kind in (*more, *less)}, list[Room]()
+        for group in dict.fromkeys(kind.group for kind in (*kinds, *more)):
+            if group in changed or group not in self._rooms:
+                mine = [kind for kind in {**kinds, **more} if kind.group == group]
+                count_of = {kind: count for kind in mine if (count := kinds[kind] + more[kind] - less[kind]) > 0}
+                found += [self._room_of(group, count_of)] if count_of else []
+                self._rooms |= {} if group in changed else {group: found[-1]}
+            else:
+                found.append(self._rooms[group])
         return found
+
+    def _room_of(self, group: int, mine: Mapping[Kind, int]) -> Room:
+        needed, block, _ = needs_of(kinds := self._beside((group,), mine))
+        usual = sum(usual_tokens(kind) * count for kind, count in mine.items())
+        blocks = self._rung(max(needed, min(usual, self._most(block))), block)
+        decides = sum(kind.rows * count for kind, count in mine.items())
+        return Room.of(phase_of(kinds, marked=True), sum(mine.values()), blocks, block, decides)
 
     def _beside(self, groups: Collection[int], kinds: Iterable[Kind]) -> list[Kind]:
         """These kinds of requests of some groups, and those that their steps are warm for."""
@@ -228,6 +232,7 @@ class Scheduler:
         self._ready = self._table.expect_graphs()
         self._substitutes.patience_ms = math.inf
         for row in rows:
+            self._rooms.clear()
             self._warm |= {kind._replace(tokens=kind.block): None for kind in self._kinds_of(row)}
         demand: dict[State, int] = {}
         for row in rows:
@@ -317,6 +322,7 @@ class Scheduler:
     def add(self, request: TabledRequest) -> None:
         """Take a request that has begun."""
         self._kinds.update(self._kinds_of(request.row))
+        self._rooms.clear()
         self._placed(request)
 
     def _placed(self, request: TabledRequest) -> None:
@@ -335,6 +341,7 @@ class Scheduler:
         else:
             return
         self._kinds -= Counter(self._kinds_of(request.row))  # leaves out those of nobody
+        self._rooms.clear()
 
     def step(self, *, alone: bool) -> ServedSteps:
         """Run a step; on a device, launch the one after it before its outcome is waited for. Its time counts if it was `alone`.

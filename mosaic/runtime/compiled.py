@@ -280,8 +280,7 @@ class CompiledModel(Face):
     def predicted_ms(self, requests: Sequence[StepRequest]) -> float:
         """Return the predicted time of a step over these requests, in milliseconds."""
         with self._engine.turn():
-            packed = pack_step(tuple(requests), self.architecture, states=self._engine.states)
-            return sum(self._engine.plans.plan(graph).predicted_step_ms for graph in packed.size.graphs)
+            return self._engine.predicted_ms(pack_step(tuple(requests), self.architecture, states=self._engine.states))
 
     def divide(self, requests: Sequence[StepRequest], part_ms: float) -> Divided | None:
         """Begin a step as `step` runs it, in parts of so many predicted milliseconds, or one launch: other steps run in between.

@@ -286,7 +286,8 @@ class Engine:
 
         Until its end others may run, in other memory. A step that needs this one's has it launched to its end first.
         """
-        if step.size.bucketed is not None or not (self._divided is None or self._divided.is_over):
+        going_on = self._divided is not None and not self._divided.is_over
+        if going_on or step.size.bucketed is not None or self.predicted_ms(step) <= part_ms:
             return None
         plan = self.plans.within(self.workspace.committed_bytes().get(WORKSPACE, 0), step.size)
         if plan is None or plan.predicted_step_ms <= part_ms or not self.weights.serves(plan):
@@ -302,6 +303,12 @@ class Engine:
         share = part_ms / plan.predicted_step_ms
         self._divided = Divided(plan, executor, share, self._in_force, names, results)
         return self._divided
+
+    def predicted_ms(self, step: PackedStep) -> float:
+        """Return the predicted time of a step, in milliseconds: of one of two graphs, of the first."""
+        graph = step if step.size.bucketed is None else step.graph()
+        bound = self._bound.get((graph.key, None))
+        return (self.plans.plan(graph.size) if bound is None else bound[0]).predicted_step_ms
 
     def _finish_divided(self) -> None:
         """Launch a step in parts to its end: its memory goes."""
@@ -440,19 +447,10 @@ class Engine:
     def memory(self) -> MemoryReport:
         """Report planned, committed and resident bytes by pool; the planned ones are those of the last step's plan."""
         adopted = {"weights": self.weights.adopted_bytes} if self.weights.adopted_bytes else {}
-        planned, committed = self.current.pools, self.workspace.committed_bytes() | adopted
-        resident = self.workspace.resident_bytes() | adopted
-        pools = dict.fromkeys(("weights", "workspace", *planned, *committed))
-        if not planned[HOST] and not committed.get(HOST):
-            del pools[HOST]
-        return MemoryReport(
-            planned={name: planned.get(name, 0) for name in pools},
-            committed={name: committed.get(name, 0) for name in pools},
-            resident={name: resident.get(name, 0) for name in pools},
-            budget_bytes=self.planner.budget_bytes,
-            graph_bytes=self._graphs.held_bytes,
-            in_use=in_use() if self._on_cuda else None,
-        )
+        return MemoryReport.of(
+            self.current.pools, self.workspace.committed_bytes() | adopted, self.workspace.resident_bytes() | adopted,
+            budget_bytes=self.planner.budget_bytes, graph_bytes=self._graphs.held_bytes, in_use=in_use() if self._on_cuda else None,
+        )  # fmt: skip
 
     def place(self, steps: Mapping[str, StepSize], times: Mapping[str, int]) -> None:
         """Load the weights again where these steps take the least predicted time together, if that saves more time than it takes,

@@ -91,6 +91,16 @@ class MemoryReport:
     graph_bytes: int = 0
     in_use: int | None = None
 
+    @classmethod
+    def of(
+        cls, planned: Mapping[str, int], committed: Mapping[str, int], resident: Mapping[str, int], **more: Any
+    ) -> MemoryReport:
+        """Report these, each for the pools of all; `host` only where there is some."""
+        pools = dict.fromkeys(("weights", "workspace", *planned, *committed))
+        pools = {name: None for name in pools if name != "host" or planned[name] or committed.get(name)}
+        found = [{name: part.get(name, 0) for name in pools} for part in (planned, committed, resident)]
+        return cls(planned=found[0], committed=found[1], resident=found[2], **more)
+
     def __str__(self) -> str:
         lines = [f"{'':<12}{'planned':>14}{'committed':>14}{'resident':>14}"]
         for name in self.planned:
