@@ -59,7 +59,7 @@ class Job(ClosesOnExit):
         What is asked.
     prompts
         A file of one JSON object per line: "prompt", a text or token ids, or "messages"; "id", which the answer repeats; and fields
-        of `GenerationConfig` by name. It is read as it is needed.
+        of `GenerationConfig` by name; or a line of OpenAI's batch format. It is read as it is needed.
     answers
         Where a line is appended for each. Lines that are answered there are left out: a job goes on where it was stopped.
     base
@@ -145,7 +145,7 @@ class Job(ClosesOnExit):
                 self._answers.write(answer)
                 self._pending_bytes -= one.size_bytes
                 tally.answered += 1
-                tally.refused += "error" in answer
+                tally.refused += (one.error or outcome.error) is not None
         tally.seconds = perf_counter() - began
         return tally
 

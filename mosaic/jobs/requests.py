@@ -1,4 +1,4 @@
-"""What a line of a job asks for, and the line that answers it."""
+"""What a line of a job asks for, and the line that answers it; lines of a batch are answered in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from mosaic.decoding.config import GenerationConfig, with_options
-from mosaic.decoding.prompts import token_ids, tokenizer_of
-from mosaic.errors import UnknownName, UsageError
+from mosaic.decoding.prompts import is_text, token_ids, tokenizer_of
+from mosaic.errors import MosaicError, UnknownName, UsageError
+from mosaic.jobs import batch
 from mosaic.jobs.lines import Answered, object_of
-from mosaic.jobs.sampling import submissions
+from mosaic.jobs.sampling import SamplingParams, completion, submissions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +49,10 @@ class Asked:
         What the line has as "id".
     chat
         Whether the answer loses the white space around it.
+    params, url
+        Of a line of a batch: where its answers end, and what they look like.
+    error
+        Why there is no answer, if it is known.
     """
 
     line: int
@@ -55,10 +62,15 @@ class Asked:
     size_bytes: int
     id: Any = None
     chat: bool = False
+    params: SamplingParams | None = None
+    url: str = ""
+    error: MosaicError | None = None
 
     def submissions(self) -> list[Submission]:
         """Return what is submitted for it."""
-        return submissions(self.prompt, self.config, self.line - 1, 1)
+        if self.error is not None:
+            return []
+        return submissions(self.prompt, self.config, self.line - 1, 1 if self.params is None else self.params.n)
 
 
 class Requests:
@@ -89,6 +101,8 @@ class Requests:
             If it is no request.
         """
         found = object_of(line.content)
+        if "custom_id" in found:
+            return self._of_batch(line, found)
         if ("prompt" in found) == ("messages" in found):
             raise UsageError("give either 'prompt', a text or token ids, or 'messages'")
         options = {name: value for name, value in found.items() if name not in _OWN}
@@ -107,8 +121,39 @@ class Requests:
             size_bytes=len(line.content),
         )  # fmt: skip
 
+    def _of_batch(self, line: Line, found: dict[str, Any]) -> Asked:
+        """The same for a line of OpenAI's batch format: an error of its body is its answer."""
+        batch.check(found)
+        body, chat, error = found["body"], found["url"] == batch.CHAT, None
+        params, config, ids = None, self._base, torch.zeros(0, dtype=torch.int64)
+        try:
+            params = batch.parameters(body, self._base)
+            config = params.config(self._base, self._model.architecture)
+            prompt = body.get("messages" if chat else "prompt")
+            if chat != (is_text(prompt) and not isinstance(prompt, str)):
+                raise UsageError(
+                    "messages: expected a list of messages" if chat else "prompt: expected a text or token ids"
+                )
+            ids = token_ids(prompt, self._tokenizer, which="the prompt")
+        except UsageError as refused:
+            error = refused
+        return Asked(
+            line=line.number, digest=self._digest(line.content), prompt=ids, config=config, size_bytes=len(line.content),
+            id=found["custom_id"], chat=chat, params=params, url=found["url"], error=error,
+        )  # fmt: skip
+
     def answer(self, asked: Asked, outcome: Outcome) -> dict[str, Any]:
         """Return the line of an outcome."""
+        if asked.url:
+            tokenizer = None if self._model.path is None else self._tokenizer()
+            answers = [
+                completion(place, one, asked.params or SamplingParams(), tokenizer)
+                for place, one in enumerate(outcome.generations)
+            ]
+            of_line = Answered(asked.line, asked.digest)
+            return batch.answer_line(
+                of_line, asked.id, asked.url, self._model.name, len(asked.prompt), answers, asked.error or outcome.error
+            )
         head = {"line": asked.line, "digest": asked.digest, **({} if asked.id is None else {"id": asked.id})}
         if outcome.error is not None:
             return {**head, "error": str(outcome.error)}
@@ -121,6 +166,8 @@ class Requests:
     @staticmethod
     def answered(document: Mapping[str, Any]) -> Answered:
         """Say which line an answer is to."""
+        if "custom_id" in document:
+            return batch.answered(document)
         if not isinstance(document["line"], int) or not isinstance(document["digest"], str):
             raise UsageError("no answer")
         return Answered(document["line"], document["digest"])
