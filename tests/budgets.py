@@ -18,8 +18,8 @@ CEILING_S = 570
 """The limit on the sum of all budgets: two cores for 300 s, less the time of collecting the tests on both."""
 USUAL_S = 0.7
 BUDGETS_S: Mapping[str, float] = {
-    "test_admission": 3, "test_advice": 5, "test_bench": 6, "test_benchmarks": 12, "test_check": 3,
-    "test_check_leaves": 4,
+    "test_admission": 3, "test_advice": 5, "test_batch": 2, "test_bench": 6, "test_benchmarks": 12, "test_check": 3,
+    "test_check_leaves": 3,
     "test_check_reasons": 3, "test_check_safety": 4, "test_checkpoints": 3, "test_cli": 13, "test_compiling": 2,
     "test_config_keys": 3, "test_cost": 2, "test_cuda_pool": 4, "test_cut": 12, "test_decoding": 21,
     "test_decoding_small": 4, "test_diffusion_gemma": 3, "test_divided": 5,
@@ -30,7 +30,7 @@ BUDGETS_S: Mapping[str, float] = {
     "test_limits": 6, "test_llm": 3,
     "test_models": 3, "test_moves": 8, "test_notebooks": 2, "test_offset_definitions": 2, "test_offset_search": 3,
     "test_offsets": 4, "test_offsets_exact": 2, "test_offsets_large": 6, "test_offsets_validity": 2, "test_open_state": 3,
-    "test_pages": 6, "test_pages_triton": 4, "test_parity": 9, "test_parity_block": 12, "test_peaks": 2,
+    "test_pages": 6, "test_pages_triton": 3, "test_parity": 9, "test_parity_block": 12, "test_peaks": 2,
     "test_plan_mutations": 5, "test_planner": 16, "test_policy": 2, "test_prefix_reuse": 8, "test_prefix_reuse_kernels": 2,
     "test_prefix_reuse_triton": 3, "test_programs": 2, "test_quality_decodability": 2, "test_quality_policies": 3,
     "test_refusals": 5, "test_request_kernels": 4, "test_request_packing": 1, "test_request_table": 12,
