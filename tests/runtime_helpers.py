@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -23,10 +23,9 @@ def _allocations(events: Iterable[Any]) -> int:
 def allocated_bytes(call: Callable[[], object]) -> int:
     """Count the bytes that PyTorch's CPU allocator handed out during a call, temporaries included."""
     call()  # lazy initialisation is not the step's
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(profile_memory=True, use_kineto=True) as profiler:  # `torch.profiler` would make a table of all events
         call()
-    assert profiler.profiler is not None
-    return _allocations(profiler.profiler.kineto_results.experimental_event_tree())
+    return _allocations(profiler.kineto_results.experimental_event_tree())
 
 
 class StorageWatch(TorchDispatchMode):

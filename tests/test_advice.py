@@ -71,7 +71,7 @@ def explained(planner: Planner, request: Request) -> Misfit:
 
 
 @pytest.mark.grid(together=1)
-@pytest.mark.parametrize("short", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("short", [0.0, pytest.param(0.3, marks=pytest.mark.soak), 0.9])
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_every_option_fits_as_written_and_is_the_least_of_its_kind(
     sequences: int, short: float, roomy: Planner
@@ -134,7 +134,7 @@ def test_what_no_single_change_holds_is_offered_both_budgets(roomy: Planner) -> 
     assert all(taken(roomy, request, given).fits for given in both)
 
 
-@pytest.mark.parametrize("returned", [0, 53_236])
+@pytest.mark.parametrize("returned", [pytest.param(0, marks=pytest.mark.soak), 53_236])
 def test_no_residency_of_weights_needs_less_than_is_said_to_be_needed(returned: int) -> None:
     """Beside returned logits the head is on the device anyway: streaming it too takes a page more than leaving it there."""
     config = {

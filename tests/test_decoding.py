@@ -371,7 +371,7 @@ def assert_same(case: Case, prompt: Tensor, expected: Tensor, **options: Any) ->
     return found
 
 
-@pytest.mark.grid
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("remasking", ["low_confidence", "random"])
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_answers_are_those_of_the_policy_in_float64(name: str, model: CompiledMo
     assert others and 0 < sum(refreshed) < len(refreshed)
 
 
-@pytest.mark.parametrize("chosen", [None, MAGE], ids=["exact", "mage"])
+@pytest.mark.parametrize("chosen", [pytest.param(None, marks=pytest.mark.soak), MAGE], ids=["exact", "mage"])
 def test_with_a_refresh_in_every_step_nothing_is_reused(chosen: SparseAttention | None, model: CompiledModel) -> None:
     """Alone, in steps that tell how much queries changed; and beside sparse layers."""
     prompts = [torch.arange(n) % 60 for n in (1, 50)]
@@ -136,7 +136,7 @@ def test_with_a_refresh_in_every_step_nothing_is_reused(chosen: SparseAttention 
         torch.testing.assert_close(mine.confidence, other.confidence)
 
 
-@pytest.mark.parametrize("family", ["llada2", "fast-dllm-v2"])
+@pytest.mark.parametrize("family", [pytest.param("llada2", marks=pytest.mark.soak), "fast-dllm-v2"])
 def test_other_families_reuse(family: str) -> None:
     """With a refresh in every step they answer as with exact attention, with one in the first alone they do not."""
     prompts = [torch.arange(n) % 60 for n in (1, 50)]
@@ -166,7 +166,7 @@ def test_tokens_that_are_left_out_of_steps_reuse_nothing(model: CompiledModel) -
         assert torch.equal(alone, half[number])
 
 
-@pytest.mark.parametrize("name", ["two steps", "beside sparse layers, a bound"])
+@pytest.mark.parametrize("name", [pytest.param("two steps", marks=pytest.mark.soak), "beside sparse layers, a bound"])
 def test_requests_at_any_step_share_a_forward_and_get_what_they_get_alone(name: str, model: CompiledModel) -> None:
     """One that refreshes beside others that reuse, in one phase; each to the bit."""
     source, mixed = random.Random(name), 0

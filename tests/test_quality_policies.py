@@ -196,7 +196,7 @@ def _decided(tokens: list[int], committed: list[bool]) -> Decided:
     )
 
 
-@pytest.mark.parametrize("steps", ["dynamic:threshold=0.2", "static:4"])
+@pytest.mark.parametrize("steps", ["dynamic:threshold=0.2", pytest.param("static:4", marks=pytest.mark.soak)])
 def test_forced_canvases_are_those_of_the_record_whatever_the_policy_decides(model: CompiledModel, steps: str) -> None:
     prompts = [
         torch.tensor(vocabulary().encode(item.prompt)) for item in evaluation_set(tasks=("addition",), per_task=4)

@@ -70,7 +70,7 @@ def some_options(rng: random.Random) -> tuple[Options, dict[str, Any]]:
     return chosen, rng.choice([{"threshold": 0.3}, {"threshold": 1.0}, {"factor": 0.8}])
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(8, 16))])
 def test_generations_equal_a_loop_in_float64(cases: dict[str, Case], seed: int) -> None:
     rng = random.Random(seed)
     family = FAMILIES[seed % 2]
@@ -127,6 +127,7 @@ def test_every_reading_of_the_selection_gives_an_answer_of_its_own(cases: dict[s
     assert len(answers) == len(readings)
 
 
+@pytest.mark.grid(together=1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("selection", ["head-centric", "uniform", "uniform-published"])
 def test_all_keys_kept_are_the_dual_cache(cases: dict[str, Case], family: str, selection: str) -> None:

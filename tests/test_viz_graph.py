@@ -126,6 +126,7 @@ def test_without_matplotlib_notebooks_fall_back_to_text(monkeypatch: pytest.Monk
         graph_png(g)
 
 
+@pytest.mark.some
 @pytest.mark.parametrize("step", ["encode", "denoise", "commit_then_denoise"])
 def test_plans_of_a_users_own_dims_can_be_drawn(step: str) -> None:
     """Pictures and reports must not take a dim named `tokens` for granted."""
