@@ -390,8 +390,11 @@ def test_thousands_of_prompts_killed_twice_are_each_answered_once_as_undisturbed
         job.kill()
         assert job.wait() == -signal.SIGKILL and until <= lines_in(out) < COUNT
     assert started(path, out).wait() == 0
-    by_line = [
-        sorted(map(json.loads, file.read_text().splitlines()), key=lambda one: one["line"])
-        for file in (tmp_path / "whole.jsonl", out)
-    ]
-    assert by_line[0] == by_line[1] and [one["id"] for one in by_line[1]] == [*range(COUNT)]
+    found = []
+    for file in (tmp_path / "whole.jsonl", out):
+        found.append(
+            sorted(map(json.loads, file.read_text(encoding="utf-8").splitlines()), key=lambda one: one["line"])
+        )
+        for one in found[-1]:
+            del one["steps"]  # a prompt takes as many as others leave it room for
+    assert found[0] == found[1] and [one["id"] for one in found[1]] == [*range(COUNT)]
