@@ -14,7 +14,7 @@ from test_warm import counted
 
 import mosaic
 from mosaic.decoding import GenerationConfig, Session
-from mosaic.decoding.live import LiveRequest
+from mosaic.decoding.live import Generation, LiveRequest
 from mosaic.models.step import StepSize
 from mosaic.planner import Planner
 from mosaic.runtime.compiled import CompiledModel
@@ -27,6 +27,8 @@ CONFIG: dict[str, Any] = {
     "algorithm": "fast-dllm", "block_length": 4, "threshold": 1.0, "gen_length": 8, "stop_at_eos": False,
 }  # fmt: skip
 LONG = GenerationConfig(**CONFIG, cache=CACHES[0])
+BESIDE = GenerationConfig(**{**CONFIG, "gen_length": 400}, cache="dual")
+"""Of a row of the table that outlives them."""
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +58,14 @@ def parts_until_first_outcome(session: Session, request: LiveRequest) -> int:
     return others
 
 
+def check_answer(session: Session, request: LiveRequest, alone: Generation) -> None:
+    """Run a session to its end: the request gets the tokens that it gets alone."""
+    while session.live:
+        session.advance()
+    assert request.generation is not None
+    assert request.generation.token_ids.tolist() == alone.token_ids.tolist()
+
+
 @pytest.mark.parametrize(("family", "seed", "count", "longest"), [
     ("llada", 0, 5, 24), *[pytest.param(*case, 20, 200, marks=pytest.mark.soak) for case in (
         ("llada", 1), ("llada", 2), ("dream", 3), ("dream", 4))],
@@ -79,7 +89,7 @@ def test_a_row_of_the_table_steps_between_all_launches_of_a_refresh(models: dict
     model = models["llada"]
     calls = len(model.plan(80).records.ops)
     with model.session(max_delay_ms=0) as session:
-        session.submit(prompt_of(5), GenerationConfig(**{**CONFIG, "gen_length": 400}, cache="dual"))
+        session.submit(prompt_of(5), BESIDE)
         session.advance()
         assert parts_until_first_outcome(session, session.submit(prompt_of(72), LONG)) > calls // 2
 
@@ -128,7 +138,7 @@ def test_whoever_shares_a_step_with_a_request_that_is_cancelled_begins_again(mod
     (alone,) = model.generate([prompt_of(72)], LONG)
     for number in (0, 3):
         with model.session(max_delay_ms=0) as session:
-            session.submit(prompt_of(5), GenerationConfig(**{**CONFIG, "gen_length": 400}, cache="dual"))
+            session.submit(prompt_of(5), BESIDE)
             session.advance()
             first, second = (session.submit(prompt_of(72), LONG) for _ in range(2))
             for _ in range(2 + 3 * number):
@@ -136,10 +146,7 @@ def test_whoever_shares_a_step_with_a_request_that_is_cancelled_begins_again(mod
             assert not first.steps
             session.cancel(first)
             session.cancel(session.live[0])
-            while session.live:
-                session.advance()
-            assert second.generation is not None
-            assert second.generation.token_ids.tolist() == alone.token_ids.tolist()
+            check_answer(session, second, alone)
     assert model.state_rows == {}
 
 
@@ -202,17 +209,14 @@ def test_after_an_interrupt_in_a_part_the_step_begins_again(
     (alone,) = model.generate([prompt_of(72)], LONG)
     monkeypatch.setattr(Executor, "in_parts", failing_once(3, KeyboardInterrupt))
     with model.session(max_delay_ms=0) as session:
-        beside = session.submit(prompt_of(5), GenerationConfig(**{**CONFIG, "gen_length": 400}, cache="dual"))
+        beside = session.submit(prompt_of(5), BESIDE)
         session.advance()
         request = session.submit(prompt_of(72), LONG)
         with pytest.raises(KeyboardInterrupt):
             session.advance(6)
         assert parts_until_first_outcome(session, request) > 4
         session.cancel(beside)
-        while session.live:
-            session.advance()
-        assert request.generation is not None
-        assert request.generation.token_ids.tolist() == alone.token_ids.tolist()
+        check_answer(session, request, alone)
 
 
 def test_a_step_that_fails_while_others_wait_for_its_memory_begins_again(
@@ -223,7 +227,7 @@ def test_a_step_that_fails_while_others_wait_for_its_memory_begins_again(
     (alone,) = model.generate([prompt_of(72)], LONG)
     monkeypatch.setattr(Executor, "in_parts", failing_once(9, ArithmeticError))
     with model.session(max_delay_ms=0) as session:
-        beside = session.submit(prompt_of(5), GenerationConfig(**{**CONFIG, "gen_length": 400}, cache="dual"))
+        beside = session.submit(prompt_of(5), BESIDE)
         session.advance()
         request = session.submit(prompt_of(72), LONG)
         session.advance(4)
@@ -233,10 +237,7 @@ def test_a_step_that_fails_while_others_wait_for_its_memory_begins_again(
             session.advance()
         assert parts_until_first_outcome(session, request) > 9
         session.cancel(beside)
-        while session.live:
-            session.advance()
-        assert request.generation is not None
-        assert request.generation.token_ids.tolist() == alone.token_ids.tolist()
+        check_answer(session, request, alone)
 
 
 def test_a_step_in_parts_is_planned_for_what_others_leave() -> None:

@@ -241,7 +241,7 @@ class Engine:
 
     def is_ready(self, step: PackedStep) -> bool:
         """Whether a step is bound and captured; of one of two graphs, the first."""
-        bound = self._bound.get(((step if step.size.bucketed is None else step.graph()).key, None))
+        bound = self._bound.get((step.first.key, None))
         return bound is not None and bound[1].is_ready
 
     def rehearse(self, step: PackedStep, kept: int | None) -> None:
@@ -306,9 +306,8 @@ class Engine:
 
     def predicted_ms(self, step: PackedStep) -> float:
         """Return the predicted time of a step, in milliseconds: of one of two graphs, of the first."""
-        graph = step if step.size.bucketed is None else step.graph()
-        bound = self._bound.get((graph.key, None))
-        return (self.plans.plan(graph.size) if bound is None else bound[0]).predicted_step_ms
+        bound = self._bound.get((step.first.key, None))
+        return (self.plans.plan(step.first.size) if bound is None else bound[0]).predicted_step_ms
 
     def _finish_divided(self) -> None:
         """Launch a step in parts to its end: its memory goes."""

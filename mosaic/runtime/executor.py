@@ -237,9 +237,9 @@ class Executor:
             for number, part in enumerate(self._parts(share)):
                 if number:
                     yield
-                with _lost_said():
-                    for event in sent[number % 2 : number % 2 + 1]:
-                        event.synchronize()
+                if sent:
+                    with _lost_said():
+                        sent[number % 2].synchronize()
                 self._on_streams(partial(self._walk, part))
                 if self._streams is not None:
                     self._streams.record(sent[number % 2], MAIN)

@@ -64,6 +64,11 @@ class PackedStep:
     def _graphs(self) -> dict[int, Self]:
         return {}
 
+    @property
+    def first(self) -> Self:
+        """The step, or the first graph of one of two graphs."""
+        return self if self.size.bucketed is None else self.graph()
+
     def with_inputs(self, given: Mapping[str, Tensor | Numbers]) -> Self:
         """Return a step of the same size, with other values of some inputs."""
         return replace(self, inputs={**self.inputs, **given})

@@ -97,7 +97,7 @@ class StepPlans:
         UnknownName, UsageError
             If this kind of step does not have the settings.
         """
-        plan = self._made(step.rounded(), config) or self._made(step, config)
+        plan = self._rounded_or_exact(step, config)
         if plan is None:
             raise self._refusal(step, self._settings(step, config))
         return plan
@@ -107,9 +107,12 @@ class StepPlans:
         before, eighth = self.aside_bytes, 1 << max(num_bytes.bit_length() - 4, 0)
         self.set_aside(before + round_up(num_bytes, eighth))
         try:
-            return self._made(step.rounded(), None) or self._made(step, None)
+            return self._rounded_or_exact(step, None)
         finally:
             self.set_aside(before)
+
+    def _rounded_or_exact(self, step: SizedStep, config: Settings | None) -> Plan | None:
+        return self._made(step.rounded(), config) or self._made(step, config)
 
     def _made(self, step: SizedStep, config: Settings | None) -> Plan | None:
         """The plan of a step, or None if none fits; made once while the weights stay where they are."""
