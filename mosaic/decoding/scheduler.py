@@ -117,7 +117,7 @@ class Scheduler:
 
     def keep_idle(self, rows: Iterable[TableRow], more: Mapping[State, int], *, alone: bool) -> None:
         """Let these take no idle rows of keys, if there are no other steps than this table's, and these fit beside them."""
-        self._table.keep_idle(self._shared(rows) if alone else None, more)
+        self._table.keep_idle(self._shared(rows) if alone and self._table.has_idle else None, more)
 
     def require(self, more: Mapping[State, int]) -> None:
         """Make sure that a warm session is planned for `more` rows of states, unless nobody else is in it.

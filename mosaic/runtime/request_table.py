@@ -343,14 +343,16 @@ class RequestTable:
                 break
         return not left
 
+    @property
+    def has_idle(self) -> bool:
+        """Whether some extents of keys are kept that nobody owns."""
+        return self._engine.table(KV).has_idle
+
     def keep_idle(self, rooms: Iterable[Room] | None, more: Mapping[State, int]) -> None:
         """Let the state of keys grow for those who enter, rather than take idle extents: up to what steps are planned for, if these
         fit beside that. Without rooms it does not."""
-        keys = self._engine.table(KV)
-        kept = (
-            rooms is not None and keys.idle and _within(self._states(more), self._held) and all(map(self.fits, rooms))
-        )
-        keys.most = self._held[KV] if kept else 0
+        kept = rooms is not None and _within(self._states(more), self._held) and all(map(self.fits, rooms))
+        self._engine.table(KV).most = self._held.get(KV, 0) if kept else 0
 
     def covers(self, more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> bool:
         """Return whether steps are planned for the rows that there are once owners have `gone` and `more` are taken."""

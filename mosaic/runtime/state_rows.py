@@ -141,6 +141,11 @@ class RowTable:
         """Noted extents that nobody owns, least recently used first."""
         return tuple(self._idle)
 
+    @property
+    def has_idle(self) -> bool:
+        """Whether there are any."""
+        return bool(self._idle)
+
     def is_idle(self, extent: Span) -> bool:
         """Whether it is noted, and nobody owns it."""
         return extent in self._idle

@@ -124,7 +124,7 @@ class StepMemory:
         """Give back memory beyond these bytes, and that of free rows; idle extents that lose some are lost."""
         self._workspace.trim_all(sizes, holes=self._holes())
         for table in self._tables:
-            if table.idle:
+            if table.has_idle:
                 there, size = self._workspace.range(table.pool), self.row_bytes.get(table.pool, 0)
                 table.lose(partial(_is_lost, there, size))
 
