@@ -6,8 +6,9 @@
 
 `at-once` submits some requests together (`benchmarks.at_once`), `mixed` serves random traffic queued and as it comes
 (`benchmarks.traffic`), `delay` lets a long prompt come to running requests and `prefill` long prompts to an idle session
-(`benchmarks.prompts`), `memory` serves more than there is room for, for `--minutes`, and `ablation` does so without parts of the
-engine (`benchmarks.overload`). A step is one call of `advance`. Weights are random. Writes `serving-<what>-<model>-<device>.json`.
+(`benchmarks.prompts`), `memory` serves more than there is room for, for `--minutes`, `ablation` does so without parts of the
+engine (`benchmarks.overload`), and `job` answers a file of prompts (`benchmarks.jobs`). A step is one call of `advance`. Weights
+are random. Writes `serving-<what>-<model>-<device>.json`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from benchmarks.at_once import AT_ONCE, WARMING, at_once, at_once_row
 from benchmarks.at_once import PASSES as TOGETHER
 from benchmarks.bench.meters import card
 from benchmarks.cases import Clock, cut, options, tag_of, token_counts
+from benchmarks.jobs import JOB, UNCOUNTED, job_row, jobs
 from benchmarks.overload import ABLATION, LOOKED, MEMORY, ablated, ablation_row, memory_row, overloaded
 from benchmarks.prompts import BEFORE, DELAY, PREFILL, delay_row, delays, prefill_row, prefills
 from benchmarks.prompts import PASSES as PREFILLS
@@ -86,6 +88,13 @@ def _ablation_points(model: Model, asked: argparse.Namespace) -> Iterator[dict[s
     yield from ablated(partial(_compiled, model, asked), asked.requests, **_traffic_of(model, asked))
 
 
+def _job_points(model: Model, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    with _compiled(model, asked) as compiled:
+        traffic = _traffic_of(model, asked)
+        traffic.pop("tabled")
+        yield from jobs(compiled, asked.requests, **traffic)
+
+
 def _traffic_of(model: Model, asked: argparse.Namespace) -> dict[str, Any]:
     policies = asked.policies.split(",") if asked.policies else policies_of(model.architecture)
     return {
@@ -115,6 +124,9 @@ MEASURES: Final = {
         f"one run; the driver's counter is read every {LOOKED} steps, pages are compared after each", _memory_points, MEMORY,
         memory_row,
     ),
+    "job": Measure(
+        f"one pass of each, after {UNCOUNTED} requests that are not counted", _job_points, JOB, job_row
+    ),
     "ablation": Measure(
         "one pass of each, after one that is not counted; requests per GiB are those that were live together, by the budget "
         "without the weights",
@@ -135,7 +147,8 @@ def rows_of(result: Mapping[str, Any]) -> Iterator[list[str]]:
 
 _TITLES: Final = {
     "at-once": "Requests that are submitted together", "mixed": "Random traffic", "delay": "A long prompt beside running requests",
-    "prefill": "Prompts in chunks", "memory": "More traffic than there is room for", "ablation": "Without parts of the engine",
+    "prefill": "Prompts in chunks", "memory": "More traffic than there is room for", "job": "Jobs of many prompts",
+    "ablation": "Without parts of the engine",
 }  # fmt: skip
 
 
