@@ -311,12 +311,35 @@ def test_answers_to_one_prompt_have_its_rows_once(models: dict[str, CompiledMode
         assert model.state_rows["kv"] == 1316 + 4 * (1316 - 1280)
         session.advance(3)
         session.cancel(forks[0])
+        keys = list[int]()
         while session.live:
-            session.advance()
+            keys += [step.plan.dims["keys"] for step in session.advance()]
+        assert max(keys) >= 4 * 1316  # of all sequences, more than there are rows
         cached = [fork.generation.cached_tokens for fork in forks if fork.generation is not None]
         assert cached == [0, 768, 1280, 1280, 1280]
     for submission, fork in zip(asked[1:], forks[1:], strict=True):
         assert fork.generation is not None and fork.generation.token_ids.tolist() == alone(model, submission)
+
+
+@pytest.mark.parametrize(("steps", "cached"), [(2, 0), (3, 64)])
+def test_a_block_is_shared_when_its_last_keys_are_written(
+    models: dict[str, CompiledModel], steps: int, cached: int
+) -> None:
+    """The first step after it writes them: before it, they are of masks."""
+    prompt, model = prompt_of(60), models["sdar"]
+    with model.session() as session:
+        request = session.submit(prompt, gen_length=16, steps=1, stop_at_eos=False)
+        session.advance(steps)
+        session.cancel(request)
+        assert request.generation is not None and len(request.generation.token_ids) >= 4
+        asked = Submission(
+            prompt=torch.cat([prompt, request.generation.token_ids[:4]]), config=GenerationConfig(gen_length=8)
+        )
+        again = session.submit_all([asked])[0]
+        while session.live:
+            session.advance()
+    assert again.generation is not None and again.generation.cached_tokens == cached
+    assert again.generation.token_ids.tolist() == alone(model, asked)
 
 
 def test_nobody_waits_for_a_request_of_lower_priority(models: dict[str, CompiledModel]) -> None:
