@@ -212,6 +212,11 @@ class Engine:
         }
         return before | with_more
 
+    def commit_rows(self, table: RowTable, row_bytes: int) -> None:
+        """Let all rows of a state be memory, whatever they hold, before a step needs them; as `StepMemory.commit_rows`."""
+        self._memory.commit_rows(table, row_bytes)
+        self._poison_fresh_rows()
+
     def scattered(self, sizes: Iterable[StepSize]) -> list[StepSize]:
         """Return the same steps with as many extents of rows as their sequences may come to have; `exact` ones have them."""
         found, now = [], {state: table.most_extents(0) for state, table in self._tables.items()}
@@ -423,11 +428,9 @@ class Engine:
     def _all_fit(self) -> bool:
         sizes = next(iter(self.shared)).beside([], rows=True) if self.shared else []
         tables = [one.table for one in self.shared if one.table is not None]
-        return (
-            all(map(self.plans.fits_exactly, self._running.graphs))
-            and self.plans.fits(self.scattered(sizes), self.states)
-            and all(table.stands() for table in tables)
-        )
+        fit = all(map(self.plans.fits_exactly, self._running.graphs))
+        fit = fit and self.plans.fits(self.scattered(sizes), self.states)
+        return fit and all(table.stands() for table in tables)
 
     def trim(self) -> None:
         """Give back memory that neither the last step nor owners of rows need. Outputs that are lent are emptied."""
