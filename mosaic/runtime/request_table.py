@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from time import perf_counter
@@ -31,6 +31,7 @@ from mosaic.runtime.packing import PackedStep
 from mosaic.runtime.recent import Recent
 
 if TYPE_CHECKING:
+    from mosaic.kernels.cuda.shared.ahead import Kernels
     from mosaic.models.state import State
     from mosaic.planner.plan import Plan
     from mosaic.runtime.engine import Engine, Ran
@@ -171,6 +172,16 @@ class RequestTable:
     def streams_weights(self) -> bool:
         """Whether some weights are in host memory, whatever a step asks for."""
         return self._engine.current.config.get("stream", "none") != "none"
+
+    @property
+    def runs(self) -> bool:
+        """Whether steps run: there is a device for them."""
+        return self._engine.ahead is None
+
+    @property
+    def graph_bytes(self) -> int:
+        """What captured graphs of the model hold, all sessions together."""
+        return self._engine.memory().graph_bytes
 
     @property
     def holes(self) -> int:
@@ -344,6 +355,18 @@ class RequestTable:
     def expect_graphs(self) -> int:
         """Set memory aside for graphs, before requests take it; return for about how many."""
         return self._engine.expect_graphs()
+
+    def compile_ahead(
+        self, steps: Iterable[tuple[Shape, int | None]], progress: Callable[[str], object]
+    ) -> Kernels | None:
+        """Compile the kernels of steps, with the size of the second graph of cut ones; None on a CPU."""
+        if self._engine.planner.device.backend == "cpu":
+            return None
+        from mosaic.runtime.launches import compile_ahead
+
+        sizes = [(self.size(shape.room, self.planned), kept) for shape, kept in steps]
+        graphs = ([size] if kept is None else [size.graph(), size.graph(kept)] for size, kept in sizes)
+        return compile_ahead(self._engine, chain.from_iterable(graphs), progress)
 
     def rehearse(self, shape: Shape, kept: int | None) -> None:
         """Plan, compile and capture a step, which serves nobody; of one that is cut, with this size of its second graph."""
