@@ -306,7 +306,7 @@ def rows_of(result: Mapping[str, Any]) -> Iterator[list[str]]:
         case = [f"{point['prompt']:,}", budget, f"`{point['way']}`"]
         predicted_s = f"{point['predicted_s']:,.1f}" if "predicted_s" in point else ""
         if point["failed"]:
-            yield [*case, point["failed"], *[""] * (len(HEADER) - len(case) - 1)]
+            yield [*case, point["failed"].split(". ")[0], *[""] * (len(HEADER) - len(case) - 1)]
         for number, (step, found) in enumerate(point.get("steps", {}).items()):
             floor, used = _floor_ms(result, point, step), found["driver_bytes"]
             all_of_it = f"{point['generation_s']:,.1f}{'' if point['whole'] else ', from its steps'}"

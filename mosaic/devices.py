@@ -25,7 +25,7 @@ ANY_COLUMNS: Final = 1
 """The single column count of `gemm_rates` if rates were given by rows alone: it serves all column counts."""
 _ATTENTION: Final = {"cuda": ("cudnn", "triton"), "cpu": ("cpu",)}
 _CONTEXT: Final = 520 * MIB
-"""A CUDA context with PyTorch's and Triton's modules loaded: about 0.5 GiB on the cards measured so far."""
+"""A CUDA context with PyTorch's and Triton's modules loaded, where nothing was measured. Kernels for Hopper take more."""
 GRAPH_BYTES: Final = 16 * MIB
 """The part of `context_bytes` for captured graphs, reserved in every plan."""
 
@@ -202,6 +202,7 @@ def _card(
     *,
     attention: float = 0.55,
     link: float = 24.8e9,
+    context: int = _CONTEXT,
     source: str = "data sheet; total as the driver shows it",
 ) -> Device:
     """A card's profile from its data sheet, by rule of thumb.
@@ -227,6 +228,7 @@ def _card(
             for implementation, share in (("cudnn", attention), ("triton", 0.45))
         },
         host_link=link,
+        context_bytes=context,
         source=source,
     )
 
@@ -254,6 +256,8 @@ CPU: Final = Device(
     source="rule of thumb for a small machine",
 )
 
+_HOPPER: Final = _calibrated("h200")
+
 DEVICES: Final[Mapping[str, Device]] = {
     device.name: device
     for device in (
@@ -262,8 +266,8 @@ DEVICES: Final[Mapping[str, Device]] = {
         _card("l40s", 44.4, 864e9, 362e12, 89, 142),
         _card("a100-40g", 39.4, 1555e9, 312e12, 80, 108),
         _card("a100-80g", 79.2, 2039e9, 312e12, 80, 108),
-        _card("h100", 79.2, 3350e9, 989e12, 90, 132, attention=0.6, link=54.7e9),
-        _calibrated("h200"),
+        _card("h100", 79.1, 3350e9, 989e12, 90, 132, attention=0.6, link=54.7e9, context=_HOPPER.context_bytes),
+        _HOPPER,
         CPU,
     )
 }

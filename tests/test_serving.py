@@ -12,7 +12,7 @@ import pytest
 from test_request_table import CONFIGS
 
 import mosaic
-from benchmarks import at_once, overload, prompts, serving, traffic
+from benchmarks import at_once, jobs, overload, prompts, serving, traffic
 from benchmarks.floor import Floor
 from benchmarks.record import table
 from benchmarks.served import Meter
@@ -162,3 +162,15 @@ def test_variants_of_the_engine_serve_the_same_requests(sdar: CompiledModel) -> 
     assert all(point["most_live"] == 5 and point["live_per_gib"] > 0 for point in points)
     result = {"what": "ablation", "points": points}
     assert table(serving.header_of(result), [*serving.rows_of(result)]).count("\n") == 5
+
+
+def test_jobs_answer_what_a_session_answers(sdar: CompiledModel) -> None:
+    found = [*jobs.jobs(sdar, 3, seed=1, prompts=(4, 9), answers=(4, 9), policies=["exact"])]
+    engine, *others = found
+    assert [point["run"] for point in found] == ["the engine", "a job", "a job"] and engine["most_live"] == 3
+    assert [point["most_live"] for point in others] == [3, jobs.MOST_LIVE]
+    for point in others:
+        assert point["same"] == 3 and point["steps"] >= 2
+        assert point["tokens_per_s"] * point["seconds"] == pytest.approx(engine["tokens_per_s"] * engine["seconds"])
+    result = {"what": "job", "points": found}
+    assert table(serving.header_of(result), [*serving.rows_of(result)]).count("a job") == 2

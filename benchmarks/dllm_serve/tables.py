@@ -35,7 +35,7 @@ def rows_of(result: Mapping[str, Any]) -> Iterator[list[str]]:
     for point in result["points"]:
         name = f"`{point['system']}`"
         if point["failed"]:
-            yield [name, point["failed"], *[""] * (len(HEADER) - 2)]
+            yield [name, point["failed"].split(". ")[0], *[""] * (len(HEADER) - 2)]
             continue
         queued = f"queued: {point['tokens_per_s'] / result['trace']['mean_answer']:.2f}"
         latencies = [f"{point[key]:,.1f}" for key in LATENCIES if key in point]

@@ -94,7 +94,7 @@ def generate(
         bool, typer.Option(SKIP, help="Name lines of --prompts that are no requests, and go on.")
     ] = False,
     max_num_seqs: Annotated[
-        int | None, typer.Option(min=1, help="Requests of --prompts that are live at once, at most; 64.")
+        int | None, typer.Option(min=1, help="Requests of --prompts that are live at once, at most; 256.")
     ] = None,
     no_live: Annotated[bool, typer.Option("--no-live", help="Write text as it is committed, no canvas.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_AHEAD", "MOST_LIVE", "Outcome", "Stream"]
 
-MOST_LIVE: Final = 64
+MOST_LIVE: Final = 256
 MOST_AHEAD: Final = 1024
 
 
