@@ -24,7 +24,7 @@ BUDGETS_S: Mapping[str, float] = {
     "test_cut": 9, "test_decoding": 14, "test_decoding_small": 4, "test_diffusion_gemma": 4, "test_divided": 5,
     "test_evict_tokens": 3, "test_eviction": 12, "test_examples": 3, "test_experts_triton": 2, "test_few_rows": 5,
     "test_focus": 4, "test_focus_requests": 1, "test_fuzz": 3, "test_generate_cli": 5, "test_generation": 5,
-    "test_graph_memory": 3, "test_jobs": 2, "test_kernels": 4, "test_key_change": 1, "test_kv": 8, "test_last_layer": 2,
+    "test_graph_memory": 3, "test_jobs": 2, "test_kernels": 4, "test_kernels_kept": 6, "test_key_change": 1, "test_kv": 8, "test_last_layer": 2,
     "test_layering": 6, "test_layers": 2, "test_limits": 4, "test_llm": 2, "test_models": 2, "test_moves": 7,
     "test_notebooks": 2, "test_offset_definitions": 2, "test_offset_search": 2, "test_offsets": 4, "test_offsets_exact": 1,
     "test_offsets_large": 5, "test_offsets_validity": 1, "test_open_state": 3, "test_pages": 2, "test_pages_triton": 1,

@@ -99,7 +99,9 @@ def test_a_file_alone_is_checked_too(tmp_path: Path) -> None:
     with folder.in_force():
         manager = get_cache_manager(key_of(3))
         path = manager.put(b"a library", "launcher.so")
+        os.utime(Path(path).parent, (1, 1))
         assert manager.get_file("launcher.so") == path and Path(path).read_bytes() == b"a library"
+        assert Path(path).parent.stat().st_mtime > 1  # it is used
         Path(path).write_bytes(b"A library")
         assert manager.get_file("launcher.so") is None
     with pytest.raises(NotKept), folder.in_force(compiling=False):
