@@ -85,7 +85,7 @@ def models() -> Iterator[dict[str, CompiledModel]]:
 def no_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every request inside the block is a generator."""
     with monkeypatch.context() as patch:
-        patch.setattr("mosaic.decoding.session.table_row", lambda *_: None)
+        patch.setattr("mosaic.decoding.described.table_row", lambda *_: None)
         yield
 
 

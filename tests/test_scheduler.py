@@ -256,7 +256,7 @@ def test_a_request_ends_at_its_deadline_with_what_is_final(
     model, way = models["sdar"], {**WAY, "gen_length": 24, "steps": 2, "remasking": "low_confidence_static"}
     (alone,) = model.generate([prompt_of(9)], **way)
     if not tabled:
-        monkeypatch.setattr("mosaic.decoding.session.table_row", lambda *_: None)
+        monkeypatch.setattr("mosaic.decoding.described.table_row", lambda *_: None)
     shown = Shown()
     with model.session() as session:
         late, other, later = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -42,6 +43,7 @@ __all__ = [
 Steps: TypeAlias = Generator[StepRequest, StepResult, None]
 Shapes: TypeAlias = Sequence[StepSize | None]
 """The largest steps of one request; entry i of all requests of a batch is packed together."""
+NOTHING_BEGUN: Final[Mapping[State, StateRows]] = MappingProxyType({})
 COMMIT: Final = Phase(cache=KEPT, head=NO_HEAD)
 """Fill the cache, nothing else; a long one is a prefill."""
 
@@ -214,10 +216,11 @@ class Canvas:
             )
         return self._held[state]
 
-    def reserve(self) -> None:
-        """Take the rows of all states, once: so one plan and one captured graph serve every step of a kind."""
+    def reserve(self, begun: Mapping[State, StateRows] = NOTHING_BEGUN) -> None:
+        """Take the rows of all states, once: so one plan and one captured graph serve every step of a kind. Those of some are
+        `begun`: the first of them are there."""
         for state, count in () if self._held else self.demand.items():
-            self._held[state] = self.open_state(state)
+            self._held[state] = begun.get(state) or self.open_state(state)
             self._held[state].reserve(count)
 
     @property

@@ -53,6 +53,8 @@ class Generation:
         Steps that were run for it, prefill and commits included.
     text
         The answer as text, if the prompt was text.
+    cached_tokens
+        First tokens of the prompt that were not computed for it: other requests of its session had their keys.
     """
 
     prompt_ids: Tensor
@@ -61,6 +63,7 @@ class Generation:
     finish: Finish
     steps: int
     text: str | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +143,8 @@ class LiveRequest:
         The step that it waits for; None once it has ended.
     waiting_since
         The turn of the session since which it waits, or seems to by its priority.
+    cached_tokens
+        First tokens of the prompt whose keys others had.
     """
 
     def __init__(
@@ -154,7 +159,7 @@ class LiveRequest:
         self.generation: Generation | None = None
         self.largest = tuple(largest)
         self.pending: StepRequest | None = None
-        self.waiting_since = 0
+        self.waiting_since = self.cached_tokens = 0
         self._canvas, self._submission, self._decode = canvas, submission, decode
         self._algorithm: Steps | None = None
         self._shown = canvas.prompt_len
@@ -238,6 +243,7 @@ class LiveRequest:
             confidence=canvas.confidence[answer].clone(),
             finish=early or ("length" if canvas.eos is None else "eos"),
             steps=self.steps,
+            cached_tokens=self.cached_tokens,
         )
         with ExitStack() as leaving:  # all of it, also if a user's algorithm or streamer raises
             if early is not None:

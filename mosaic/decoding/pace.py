@@ -9,7 +9,17 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict, deque
 from functools import partial
-from typing import Final
+from time import perf_counter
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from mosaic.registrar.request_table import Reported
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from mosaic.runtime.request_table import Launched, Served
 
 __all__ = ["Pace"]
 
@@ -34,6 +44,17 @@ class Pace:
     def __init__(self) -> None:
         times = partial[deque[float]](deque, maxlen=KEPT)
         self._alone, self._beside = defaultdict[int, deque[float]](times), times()
+        self._arrived = 0.0
+
+    def take(self, step: Launched, served: Served, prefix: NDArray[np.int64], *, counts: bool) -> None:
+        """Take note of a step that has arrived; `prefix`, [B], are the requests' tokens that are no block's. Its time `counts` if
+        it ran alone."""
+        began, self._arrived = max(self._arrived, step.started), perf_counter()
+        if counts:
+            blocks = (served.decided > 0) | (served.report[:, Reported.BEGIN] >= prefix)
+            own = int(np.add.reduce(served.report[blocks, Reported.TOKENS]))
+            prompts = 0 if blocks.all() else step.room.tokens - own
+            self.note(step.groups, prompts, 1e3 * (self._arrived - began), own)
 
     def note(self, groups: int, tokens: int, ms: float, blocks: int = 0) -> None:
         """Take note of a step that served some groups, a bit each, with room for so many tokens of prompts beside those of blocks.

@@ -27,6 +27,7 @@ from mosaic.registrar.request_table import (
     STOPS,
     Column,
 )
+from mosaic.runtime.prefixes import piece_of
 
 if TYPE_CHECKING:
     from mosaic.decoding.canvas import Canvas, Sampling
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from mosaic.models.state import State
     from mosaic.runtime.state_rows import OwnedRows
 
-__all__ = ["ALL", "RULE", "TableRow", "columns_of", "demand_of"]
+__all__ = ["ALL", "RULE", "TableRow", "columns_of", "demand_of", "finished"]
 
 RULE: Final = Commit(score="confidence", rule="dynamic")
 """Every rule that commits at least a quota and all above a threshold."""
@@ -115,6 +116,16 @@ class TableRow(NamedTuple):
         return _phase(self.cache, self.cut, self.sampling.head, self.commit)
 
     @property
+    def shares(self) -> bool:
+        """Whether its keys are those of every request that begins with the same tokens."""
+        return bool(self.span) and self.sparse is None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the keys of its answer are, too: its blocks attend to all keys, and keep all rows."""
+        return self.cache == KEPT and self.cut is None
+
+    @property
     def renewed(self) -> int:
         """Tokens of its first packed span, the longest; 0 without sparse keys."""
         return 0 if self.sparse is None else min(self.block * self.sparse.interval, self.length - self.start)
@@ -156,10 +167,18 @@ def _phase(cache: CachePolicy, cut: Cut | None, head: Head, commit: Commit) -> P
 
 def demand_of(row: TableRow, holes: int) -> dict[State, int]:
     """Return the rows of each state that a request takes; its keys, if it keeps any, lie in an extent more than there are holes,
-    at most, or together."""
+    at most, and in one for each piece that others may share, or together."""
     own, kept = dict.fromkeys(row.phase.own_states, 1), row.phase.cache.kept
-    keys = {} if kept is None else {kept: row.keys, HELD_EXTENTS: 1 if kept.together else holes + 1}
+    pieces = row.keys // piece_of(row.span) + 1 if row.shares else 0
+    keys = {} if kept is None else {kept: row.keys, HELD_EXTENTS: 1 if kept.together else holes + 1 + pieces}
     return {CANVAS: row.length + len(row.schedule), **keys, **own}
+
+
+def finished(column: NDArray[np.int64]) -> int:
+    """Return how many first positions of a request have the keys of final tokens, by its columns: whole spans."""
+    if column[Column.WRITTEN] < column[Column.PREFIX]:
+        return int(column[Column.WRITTEN])
+    return int((column[Column.START] - column[Column.BEFORE]) // column[Column.SPAN] * column[Column.SPAN])
 
 
 def columns_of(row: TableRow, canvas: Canvas, group: int, priority: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -34,6 +33,7 @@ from mosaic.models.step import StepSize
 from mosaic.registrar.operators.pack_requests import PATIENCE
 from mosaic.registrar.request_table import ALL_ONES, Column, Reported
 from mosaic.runtime.interrupts import interrupts_held
+from mosaic.runtime.request_table import SEEN
 from mosaic.runtime.room import Room, Shape
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from mosaic.decoding.tabled import TabledRequest
     from mosaic.kernels.shared.requests import Wanted
     from mosaic.models.state import State
-    from mosaic.runtime.request_table import Launched, RequestTable, Served
+    from mosaic.runtime.request_table import RequestTable, Served
     from mosaic.runtime.state_rows import OwnedRows
     from mosaic.runtime.steps import StepRunner
 
@@ -96,7 +96,7 @@ class Scheduler:
         self._foreseen, self._slots, self._ready = list[Room](), 0, 0
         self._groups, self._substitutes = Groups(), Substitutes(table, most_tokens)
         self._deciding = self._decided = 0
-        self._pace, self._arrived = Pace(), 0.0
+        self._pace = Pace()
         self._served: ServedSteps | None = None
 
     @property
@@ -114,6 +114,10 @@ class Scheduler:
         states are taken; beside others a warm session takes no more than it was planned for."""
         held = {owned for request in gone for owned in request.held}
         return self._foresees(more, held) and self._table.admits(self._shared(rows, gone), more, held)
+
+    def keep_idle(self, rows: Iterable[TableRow], more: Mapping[State, int], *, alone: bool) -> None:
+        """Let these take no idle rows of keys, if there are no other steps than this table's, and these fit beside them."""
+        self._table.keep_idle(self._shared(rows) if alone and self._table.has_idle else None, more)
 
     def require(self, more: Mapping[State, int]) -> None:
         """Make sure that a warm session is planned for `more` rows of states, unless nobody else is in it.
@@ -243,7 +247,8 @@ class Scheduler:
             # rows that lie together leave holes between others: as many as rows, in traffic
             parts = dict.fromkeys((CANVAS, *[row.phase.cache.kept for row in rows]), share)
             table = max(self._table.rows_to_open, 1 << (slots - 1).bit_length())
-            return {REQUESTS: table} | {
+            seen = max((row.keys * slots for row in rows if row.shares), default=0)  # others may have the rows
+            return {REQUESTS: table, SEEN: seen} | {
                 state: max(rows, int(rows * slots * parts.get(state, 1.0))) << state.together
                 for state, rows in demand.items()
             }
@@ -358,20 +363,10 @@ class Scheduler:
             table.wait()
             with interrupts_held():
                 step, served = table.launched[0], table.read()
-                self._note_pace(step, served, alone)
+                prefix = table.columns[served.report[:, Reported.ROW], Column.PREFIX]
+                self._pace.take(step, served, prefix, counts=alone and self._runner.asynchronous)
                 self._served = self._of_live(served)
         return self._served
-
-    def _note_pace(self, step: Launched, served: Served, alone: bool) -> None:
-        """Note how long a step has taken, and what it had room for beside blocks if it served prompts."""
-        began, self._arrived = max(self._arrived, step.started), perf_counter()
-        if self._runner.asynchronous and alone:
-            report = served.report
-            prefix = self._table.columns[report[:, Reported.ROW], Column.PREFIX]
-            blocks = (served.decided > 0) | (report[:, Reported.BEGIN] >= prefix)
-            own = int(np.add.reduce(report[blocks, Reported.TOKENS]))
-            prompts = 0 if blocks.all() else step.room.tokens - own
-            self._pace.note(step.groups, prompts, 1e3 * (self._arrived - began), own)
 
     def taken(self) -> None:
         """Take note that the session has the outcome of the last step."""
@@ -382,6 +377,8 @@ class Scheduler:
         numbers = served.report[:, Reported.ROW]
         self._deciding += int(np.add.reduce(served.decided > 0))
         self._decided += int(np.add.reduce(served.committed))
+        for request in filter(None, self._requests[numbers[served.decided == 0]].tolist()):
+            request.wrote()
         places = self._live[numbers].nonzero()[0]
         if not len(places):
             return None
@@ -391,8 +388,10 @@ class Scheduler:
     def _launch(self) -> bool:
         """Launch a step, unless all are expected to have ended by then."""
         with interrupts_held():
-            while self._waiting and (not self._table.is_full or self._grow()):
-                request = min(self._waiting, key=lambda one: one.waiting_since)
+            while (able := [one for one in self._waiting if not one.follows]) and (
+                not self._table.is_full or self._grow()
+            ):
+                request = min(able, key=lambda one: one.waiting_since)
                 self._waiting.remove(request)
                 request.enter()
                 self._placed(request)

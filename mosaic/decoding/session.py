@@ -12,34 +12,27 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
 
-from mosaic.decoding.algorithms import (
-    canvas_length,
-    expected_steps,
-    largest_steps,
-    longest_row,
-    repeated_steps,
-    table_row,
-)
+from mosaic.decoding.algorithms import expected_steps, longest_row, repeated_steps
 from mosaic.decoding.canvas import Canvas
 from mosaic.decoding.config import GenerationConfig, resolve, uncut, with_options
 from mosaic.decoding.deadlines import Deadlines
+from mosaic.decoding.described import Described, describe
 from mosaic.decoding.generators import Generators
 from mosaic.decoding.live import LiveRequest, Submission
 from mosaic.decoding.prompts import Prompt, check_prompt, is_integer, is_text, token_ids, tokenizer_of
-from mosaic.decoding.rows import TableRow, demand_of
+from mosaic.decoding.rows import TableRow
 from mosaic.decoding.scheduler import DELAY_MS, MOST_TOKENS, Scheduler
 from mosaic.decoding.streaming import OnStep, Step, Steps, Streamer
 from mosaic.decoding.tabled import ServedSteps, TabledRequest
 from mosaic.decoding.warm import Warmed, make_warm
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.models.parts import REQUESTS
-from mosaic.models.step import MAX_TOKENS, StepSize, most_rows
+from mosaic.models.step import MAX_TOKENS, StepSize
 from mosaic.runtime.interrupts import interrupts_held, interrupts_let_through
 from mosaic.runtime.range_pool import ClosesOnExit
 from mosaic.runtime.request_table import MOST_ROWS, RequestTable
@@ -56,20 +49,6 @@ LEFT_OUT: Final = (
     "request %d: eviction left out: by the plans it saves no time with %d a step; expect more to evict (requests=64)"
 )
 _log = logging.getLogger(__name__)
-
-
-class _Described(NamedTuple):
-    """A request before it is live: the number that it draws by, token ids, resolved options, positions of its canvas, rows of
-    states that it takes, and its largest steps, or what a table has to know of it."""
-
-    submission: Submission
-    number: int
-    prompt: Tensor
-    config: GenerationConfig
-    length: int
-    demand: dict[State, int]
-    largest: list[StepSize]
-    row: TableRow | None = None
 
 
 class Session(ClosesOnExit):
@@ -196,8 +175,8 @@ class Session(ClosesOnExit):
 
     def admits(self, *submissions: Submission) -> bool:
         """Return whether every future step fits the budget, with all that is live and these requests added; as for `submit`."""
-        with interrupts_held(), self._runner.exclusive(), interrupts_let_through():
-            return self._has_room(self._described(submissions))
+        with interrupts_held(), self._runner.exclusive(), ExitStack() as withdrawing, interrupts_let_through():
+            return self._admitted(self._described(submissions), withdrawing) is not None
 
     def submit(
         self, prompt: Prompt, config: GenerationConfig | None = None, *, request_id: int | None = None,
@@ -222,26 +201,27 @@ class Session(ClosesOnExit):
 
     def submit_all(self, submissions: Sequence[Submission]) -> list[LiveRequest]:
         """Add several requests, or none where one of them is refused or cannot begin; as for `submit`."""
-        with interrupts_held() as raise_pending, self._runner.exclusive():
+        with interrupts_held() as raise_pending, self._runner.exclusive(), ExitStack() as withdrawing:
             with interrupts_let_through():
                 described = self._described(submissions)
-                if not self._has_room(described):
+                admitted = self._admitted(described, withdrawing)
+                if admitted is None:
                     self._refuse(described)
-                for one in () if self._live else described:
+                    admitted = described
+                for one in () if self._live else admitted:
                     if steps := repeated_steps(one.config, one.largest):
                         self._runner.place(*steps)
-            started = [self._made(one) for one in described]
-            with ExitStack() as withdrawing:
-                for request in started:
-                    withdrawing.callback(self.cancel, request)
-                    self._start(request)
-                for request in started:  # all have their rows: a streamer may cancel, or submit others
-                    request.show_prompt()
-                raise_pending()  # an interrupted caller gets no request
-                withdrawing.pop_all()
+            started = [self._made(one) for one in admitted]
+            for request in started:
+                withdrawing.callback(self.cancel, request)
+                self._start(request)
+            for request in started:  # all have their rows: a streamer may cancel, or submit others
+                request.show_prompt()
+            raise_pending()  # an interrupted caller gets no request
+            withdrawing.pop_all()
             return started
 
-    def _described(self, submissions: Sequence[Submission]) -> list[_Described]:
+    def _described(self, submissions: Sequence[Submission]) -> list[Described]:
         """Check submissions and describe their requests."""
         if self._closed:
             raise UsageError("the session is closed: open another one.")
@@ -260,32 +240,37 @@ class Session(ClosesOnExit):
             if expected is not None and not self._runner.pays(expected):
                 _log.warning(LEFT_OUT, number, len(expected.windows))
                 config = resolve(uncut(submission.config), arch)
-            found.append(self._of_options(submission, number, prompt, config))
+            found.append(describe(submission, number, prompt, config, arch, self._table))
         return found
-
-    def _of_options(self, submission: Submission, number: int, prompt: Tensor, config: GenerationConfig) -> _Described:
-        """Describe a request by resolved options."""
-        arch, tokens = self._runner.architecture, prompt.numel()
-        row = None if self._table is None else table_row(config, arch, tokens, number, self._table.streams_weights)
-        if row is not None and self._table is not None:
-            demand = demand_of(row, self._table.holes)
-            return _Described(submission, number, prompt, config, row.length, demand, [], row)
-        largest, length = largest_steps(config, arch, tokens, number), canvas_length(config, arch, tokens)
-        return _Described(submission, number, prompt, config, length, most_rows(largest), largest)
 
     def _tokenizer(self) -> Tokenizer:
         """The tokenizer of the model's directory, read once."""
         self._read = self._read or tokenizer_of(getattr(self._runner, "model", None))
         return self._read
 
-    def _has_room(self, more: Sequence[_Described]) -> bool:
+    def _admitted(self, described: Sequence[Described], withdrawing: ExitStack) -> Sequence[Described] | None:
+        """The same with the prefixes that they share, if there is room for them; or without; or None. The stack gives them back."""
+        found = [one.sharing(self._table, withdrawing) for one in described]
+        if self._has_room(found):
+            return found
+        shared = [one.prefix for one in found if one.prefix is not None and one.prefix.length]
+        for prefix in shared:
+            prefix.drop()
+        return found if shared and self._has_room(found) else None
+
+    def _has_room(self, more: Sequence[Described]) -> bool:
         """Whether each step that live requests of all sessions and `more` may share fits."""
         sizes, tabled, rows = self._asked(more)
         if sizes and not self._runner.admits(sizes, more=rows):
             return False
-        return all(table.admits(tabled if table is self._scheduler else (), rows) for table in self._shared.tables)
+        tables = self._shared.tables
+        if not all(table.admits(tabled if table is self._scheduler else (), rows) for table in tables):
+            return False
+        if self._scheduler is not None:
+            self._scheduler.keep_idle(tabled, rows, alone=len(tables) == 1 and not sizes)
+        return True
 
-    def _refuse(self, more: Sequence[_Described]) -> None:
+    def _refuse(self, more: Sequence[Described]) -> None:
         """Say what is missing, and when there will be room; or what would fit."""
         sizes, tabled, rows = self._asked(more)
         for table in self._shared.tables:
@@ -304,18 +289,18 @@ class Session(ClosesOnExit):
                 steps=steps, never=never,
             ) from None  # fmt: skip
 
-    def _asked(self, more: Sequence[_Described]) -> tuple[list[StepSize], list[TableRow], Counter[State]]:
+    def _asked(self, more: Sequence[Described]) -> tuple[list[StepSize], list[TableRow], Counter[State]]:
         """The largest steps that generators may share, who comes to the table, and the rows that `more` take."""
         rows: Counter[State] = Counter()
         for described in more:
-            rows.update(described.demand)
+            rows.update(described.taken)
         tabled = [described.row for described in more if described.row is not None]
         if tabled and self._table is not None:
             rows[REQUESTS] = self._table.rows_to_open
         generators = [described.largest for described in more if described.row is None]
         return self._shared.beside(generators, rows=bool(tabled)), tabled, rows
 
-    def _made(self, described: _Described) -> LiveRequest:
+    def _made(self, described: Described) -> LiveRequest:
         """Make a live request that has asked for no step yet."""
         canvas = Canvas(
             prompt=described.prompt.to("cpu", torch.int64), config=described.config, architecture=self._runner.architecture,
@@ -326,7 +311,14 @@ class Session(ClosesOnExit):
         if described.row is not None and self._table is not None and self._scheduler is not None:
             group = self._scheduler.group_of(described.row)
             request = TabledRequest(
-                self._submitted, described.submission, canvas, described.row, group, self._table, decode
+                self._submitted,
+                described.submission,
+                canvas,
+                described.row,
+                group,
+                self._table,
+                decode,
+                described.prefix,
             )
         else:
             request = LiveRequest(self._submitted, described.submission, canvas, described.largest, decode)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mosaic.decoding.canvas import NOTHING_BEGUN
 from mosaic.decoding.live import LiveRequest
-from mosaic.decoding.rows import columns_of
+from mosaic.decoding.rows import columns_of, finished
 from mosaic.decoding.streaming import Step
 from mosaic.models.parts import CANVAS, HELD_EXTENTS
 from mosaic.registrar.operators.read_canvas import OPEN
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from mosaic.decoding.canvas import Canvas
     from mosaic.decoding.live import Early, Submission
     from mosaic.decoding.rows import TableRow
+    from mosaic.runtime.prefixes import Prefix
     from mosaic.runtime.request_table import RequestTable, Served
     from mosaic.runtime.state_rows import OwnedRows
 
@@ -34,15 +37,15 @@ class TabledRequest(LiveRequest):
     row
         What its algorithm says of it.
     place
-        Its row of the table; None while all rows are taken, and once it has ended.
+        Its row of the table; None while all rows are taken or it follows another, and once it has ended.
     """
 
     def __init__(
         self, number: int, submission: Submission, canvas: Canvas, row: TableRow, group: int, table: RequestTable,
-        decode: Callable[[list[int]], str] | None,
+        decode: Callable[[list[int]], str] | None, prefix: Prefix | None,
     ) -> None:  # fmt: skip
         super().__init__(number, submission, canvas, (), decode)
-        self.row, self._group, self._table = row, group, table
+        self.row, self._group, self._table, self._prefix = row, group, table, prefix
         self.place: int | None = None
 
     @property
@@ -66,24 +69,42 @@ class TabledRequest(LiveRequest):
 
     def begin(self) -> None:
         """Take the rows of all states, and a row of the table if one is free."""
+        prefix, kept = self._prefix, self.row.phase.cache.kept
         try:
-            self._canvas.reserve()
-            if (kept := self.row.phase.cache.kept) is not None:
+            if prefix is not None:
+                prefix.extend()
+            self._canvas.reserve({kept: prefix.rows} if prefix is not None and kept is not None else NOTHING_BEGUN)
+            if kept is not None:
                 held, keys = (cast("OwnedRows", self._canvas.rows_of(state)) for state in (HELD_EXTENTS, kept))
                 held.drop(len(keys.extents))  # it was admitted for as many as there might have been
+            if prefix is not None:
+                prefix.promise()
             self.enter()
         except BaseException:
             self.end("failed")
             raise
 
+    @property
+    def follows(self) -> bool:
+        """Whether another request is to write a part of its prompt first."""
+        return self._prefix is not None and self._prefix.waits
+
     def enter(self) -> None:
-        """Take a row of the table, if one is free."""
+        """Take a row of the table, if one is free, and it waits for nobody."""
+        if self.follows or self._table.is_full:
+            return
         canvas, kept = self._canvas, self.row.phase.cache.kept
         states = (CANVAS,) if kept is None else (CANVAS, HELD_EXTENTS, kept)
         of_states = [cast("OwnedRows", canvas.rows_of(state)) for state in states]
-        self.place = self._table.enter(
-            *columns_of(self.row, canvas, self._group, self._submission.priority), *of_states
-        )
+        column, tokens = columns_of(self.row, canvas, self._group, self._submission.priority)
+        if self._prefix is not None:
+            column[Column.WRITTEN] = self.cached_tokens = self._prefix.lead()
+        self.place = self._table.enter(column, tokens, *of_states)
+
+    def wrote(self) -> None:
+        """Take note that a step has written a part of its prompt: others may wait for it."""
+        if self._prefix is not None and self.place is not None:
+            self._prefix.wrote(int(self._table.columns[self.place, Column.WRITTEN]))
 
     def look(self) -> None:
         """Bring canvas and number of steps up to date."""
@@ -110,10 +131,17 @@ class TabledRequest(LiveRequest):
         self.look()
         if early is None and self.row.decides == ALL_ONES:
             self._canvas.settled = self.row.length
-        if self.place is not None:
-            place, self.place = self.place, None
-            self._table.leave(place)
-        super().end(early)
+        with ExitStack() as leaving:
+            if self._prefix is not None:
+                leaving.callback(self._prefix.close)  # when all rows are given back
+            if self.place is not None:
+                place, self.place = self.place, None
+                if self._prefix is not None:
+                    written = finished(self._table.columns[place])
+                    most = written if self.row.exact else min(written, self.row.prefix)
+                    self._prefix.keep(self._canvas.token_array, most)
+                self._table.leave(place)
+            super().end(early)
 
 
 class ServedSteps(Sequence[Step]):

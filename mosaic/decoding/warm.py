@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from mosaic.decoding.scheduler import Scheduler
     from mosaic.kernels.cuda.shared.ahead import Kernels
     from mosaic.runtime.request_table import RequestTable
+    from mosaic.runtime.room import Shape
     from mosaic.runtime.steps import StepRunner
 
 __all__ = ["Warmed", "make_warm"]
@@ -66,8 +68,8 @@ def make_warm(
         if not count:
             runner.check(scheduler.sizes(rows, more := demand_of(rows[0], table.holes)), more=more)
         ladder = scheduler.ladder(rows)
-        kernels = table.compile_ahead(ladder, progress)
-    for number, (shape, kept) in enumerate(ladder if table.runs else (), start=1):
+        kernels = _compiled(table, ladder, progress)
+    for number, (shape, kept) in enumerate(ladder if table.engine.ahead is None else (), start=1):
         progress(f"step {number} of {len(ladder)}: {shape.room}")
         with interrupts_held(), runner.exclusive(), interrupts_let_through():
             table.rehearse(shape, kept)
@@ -78,6 +80,19 @@ def make_warm(
         requests=count,
         steps=len(ladder),
         kernels=kernels,
-        graph_bytes=table.graph_bytes,
+        graph_bytes=table.engine.memory().graph_bytes,
         seconds=perf_counter() - began,
     )
+
+
+def _compiled(
+    table: RequestTable, steps: Sequence[tuple[Shape, int | None]], progress: Callable[[str], object]
+) -> Kernels | None:
+    """Compile the kernels of steps, with the size of the second graph of cut ones; None on a CPU."""
+    if table.engine.planner.device.backend == "cpu":
+        return None
+    from mosaic.runtime.launches import compile_ahead
+
+    sizes = [(table.size(shape.room, table.planned), kept) for shape, kept in steps]
+    graphs = ([size] if kept is None else [size.graph(), size.graph(kept)] for size, kept in sizes)
+    return compile_ahead(table.engine, chain.from_iterable(graphs), progress)

@@ -81,6 +81,10 @@ class Range:
         """Where the last byte that is memory ends."""
         return self._committed[-1][1] if self._committed else 0
 
+    def holds(self, start: int, end: int) -> bool:
+        """Whether all bytes `[start, end)` are memory."""
+        return not without([(start, end)], self._committed)
+
     @property
     def tensor(self) -> Tensor:
         """uint8 [capacity_bytes] over the range, zero-copy."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from time import perf_counter
@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from mosaic.models.parts import CANVAS, HELD_EXTENTS, KV, REQUESTS, TABLED
+from mosaic.models.state import State
 from mosaic.models.step import StepSize, rounded_states
 from mosaic.registrar.operators.read_canvas import OPEN
 from mosaic.registrar.request_table import COLUMNS, RUNNING, Column, Reported
@@ -28,11 +29,10 @@ from mosaic.runtime.host_copy import HostCopy
 from mosaic.runtime.host_inputs import Numbers
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.packing import PackedStep
+from mosaic.runtime.prefixes import Prefix, Prefixes
 from mosaic.runtime.recent import Recent
 
 if TYPE_CHECKING:
-    from mosaic.kernels.cuda.shared.ahead import Kernels
-    from mosaic.models.state import State
     from mosaic.planner.plan import Plan
     from mosaic.runtime.engine import Engine, Ran
     from mosaic.runtime.executor import Executor
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from mosaic.runtime.room import Room, Shape
     from mosaic.runtime.state_rows import OwnedRows
 
-__all__ = ["MOST_ROWS", "ROWS", "Launched", "RequestTable", "Served"]
+__all__ = ["MOST_ROWS", "ROWS", "SEEN", "Launched", "RequestTable", "Served"]
 
 ROWS: Final = 16
 """Rows that a table begins with; it doubles when all are taken."""
@@ -49,6 +49,8 @@ MOST_ROWS: Final = 1024
 KEPT_STEPS: Final = 512
 """Steps that are kept for launching them again: the ladder of a session."""
 NO_ROWS: Final[Mapping[State, int]] = MappingProxyType({})
+SEEN: Final = State(name="seen")
+"""Not a state: in counts of rows, the keys that all requests see together, where they are more than there are rows."""
 _FROZEN: Final = WeakSet["RequestTable"]()
 _OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score")
 
@@ -138,6 +140,8 @@ class RequestTable:
         for state in TABLED.states:
             engine.table(state)  # which may hold rows for steps alone: memory of those goes back when it is needed
         self._own: OwnedRows = engine.table(REQUESTS).open("a session")
+        block = 0 if engine.planner.architecture is None else engine.planner.architecture.block
+        self._prefixes = Prefixes(engine.table(KV), block) if block else None
         self.columns, self.steps = np.zeros((ROWS, COLUMNS), dtype=np.int64), np.zeros(ROWS, dtype=np.int64)
         self.planned: frozenset[tuple[State, int]] = frozenset()
         self.ready: dict[Shape, _TableStep] = {}
@@ -174,14 +178,9 @@ class RequestTable:
         return self._engine.current.config.get("stream", "none") != "none"
 
     @property
-    def runs(self) -> bool:
-        """Whether steps run: there is a device for them."""
-        return self._engine.ahead is None
-
-    @property
-    def graph_bytes(self) -> int:
-        """What captured graphs of the model hold, all sessions together."""
-        return self._engine.memory().graph_bytes
+    def engine(self) -> Engine:
+        """The engine of the model."""
+        return self._engine
 
     @property
     def holes(self) -> int:
@@ -192,6 +191,14 @@ class RequestTable:
     def rows_to_open(self) -> int:
         """The rows that the first request to enter takes for the table."""
         return 0 if self.is_open else len(self.columns)
+
+    def prefix(self, tokens: NDArray[np.int64], most: int, priority: int) -> Prefix | None:
+        """Return the longest kept prefix of a request's tokens, at most `most` of them; None if its caller may write into the
+        model's weights: kept keys might be those of other weights."""
+        weights = self._engine.weights
+        if self._prefixes is None or weights.shown or weights.adopted:
+            return None
+        return Prefix(self._prefixes, tokens, most, priority)
 
     def _open(self) -> None:
         """Take the session's rows; nobody's, until requests enter."""
@@ -265,6 +272,8 @@ class RequestTable:
         self.launched.clear()
         self._unsent.clear()
         self._own.close()
+        if self._prefixes is not None:
+            self._prefixes.close()
         if self in _FROZEN:
             _FROZEN.remove(self)
             if not _FROZEN:
@@ -293,23 +302,33 @@ class RequestTable:
 
     def size(self, room: Room, states: Iterable[tuple[State, int]]) -> StepSize:
         """Return the size of a step with this room, beside rows of states."""
-        taken, (phase, windows, blocks, block, rows) = dict(states), room
+        taken, (phase, windows, blocks, block, decided) = dict(states), room
         kept = phase.cache.kept
         if kept is None:  # attention to one whole sequence has no room for others' tokens behind it
             others = max(windows, 2) - 1
             each = room.tokens // (others + 1)
             lengths = [room.tokens - each * others, *[each] * others]
-            return StepSize(phase=phase, windows=tuple(lengths), rows=rows, states=taken, exact=True)
+            taken.pop(SEEN, None)
+            return StepSize(phase=phase, windows=tuple(lengths), rows=decided, states=taken, exact=True)
         lengths = [block * (blocks // windows + int(number < blocks % windows)) for number in range(windows)]
-        owned = max(-(-taken.get(kept, 0) // windows), lengths[0])  # all keys are counted: a step may rank all of them
+        rows, seen = taken.get(kept, 0), taken.pop(SEEN, 0)  # all keys are counted: a step may rank all of them
+        owned = max(min(-(-max(rows, seen) // windows), rows), lengths[0])
         return StepSize(
-            phase=phase, windows=tuple(lengths), keys=(owned,) * windows, rows=rows, extents=max(taken.get(HELD_EXTENTS, 0), 1),
-            states={**taken, kept: max(taken.get(kept, 0), owned)}, exact=True,
+            phase=phase, windows=tuple(lengths), keys=(owned,) * windows, rows=decided, extents=max(taken.get(HELD_EXTENTS, 0), 1),
+            states={**taken, kept: max(rows, owned)}, exact=True,
         )  # fmt: skip
 
     def beside(self, more: Mapping[State, int]) -> frozenset[tuple[State, int]]:
         """Return the rows of each state once `more` are taken."""
-        return frozenset(self._engine.states_with(more).items())
+        return frozenset(self._states(more).items())
+
+    def _states(self, more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> dict[State, int]:
+        """Return the rows of each state once owners have `gone` and `more` are taken, and the keys that are seen, if more."""
+        keys, rest = self._engine.table(KV), {state: count for state, count in more.items() if state != SEEN}
+        states = self._engine.states_with(rest, gone)
+        left = keys.positions - sum(owned.length for owned in gone if owned.is_of(keys))
+        seen = left + max(more.get(KV, 0), more.get(SEEN, 0))
+        return states | {SEEN: seen} if seen > states.get(KV, 0) else states
 
     def fits(self, room: Room, states: frozenset[tuple[State, int]] | None = None) -> bool:
         """Return whether such a step fits the budget beside rows of states, by default those that are planned for; found once."""
@@ -320,7 +339,7 @@ class RequestTable:
 
     def admits(self, rooms: Iterable[Room], more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> bool:
         """Return whether such steps fit the budget once owners of rows have `gone` and `more` rows of states are taken."""
-        states, left = self._engine.states_with(more, gone), list(rooms)
+        states, left = self._states(more, gone), list(rooms)
         if _within(states, self._held):
             left = [room for room in left if not self.fits(room)]
         for rounded in _roundings(states) if left else ():
@@ -329,9 +348,20 @@ class RequestTable:
                 break
         return not left
 
+    @property
+    def has_idle(self) -> bool:
+        """Whether some extents of keys are kept that nobody owns."""
+        return self._engine.table(KV).has_idle
+
+    def keep_idle(self, rooms: Iterable[Room] | None, more: Mapping[State, int]) -> None:
+        """Let the state of keys grow for those who enter, rather than take idle extents: up to what steps are planned for, if these
+        fit beside that. Without rooms it does not."""
+        kept = rooms is not None and _within(self._states(more), self._held) and all(map(self.fits, rooms))
+        self._engine.table(KV).most = self._held.get(KV, 0) if kept else 0
+
     def covers(self, more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> bool:
         """Return whether steps are planned for the rows that there are once owners have `gone` and `more` are taken."""
-        return _within(self._engine.states_with(more, gone), self._held)
+        return _within(self._states(more, gone), self._held)
 
     def cover(self, least: Room, wanted: Room, more: Mapping[State, int] = NO_ROWS) -> None:
         """Plan steps from now on for the rows of states that there are once `more` are taken, and for as many as there were.
@@ -342,7 +372,7 @@ class RequestTable:
         asked = self._engine.changes, self._engine.plans.planner, least, wanted
         if asked == self._covered and not more:
             return
-        states, before = self._engine.states_with(more), self._held
+        states, before = self._states(more), self._held
         if not (_within(states, before) and self.fits(wanted)):
             most = {state: max(count, states.get(state, 0)) for state, count in {**states, **before}.items()}
             tried = [*_roundings(most), *_roundings(states)]
@@ -355,18 +385,6 @@ class RequestTable:
     def expect_graphs(self) -> int:
         """Set memory aside for graphs, before requests take it; return for about how many."""
         return self._engine.expect_graphs()
-
-    def compile_ahead(
-        self, steps: Iterable[tuple[Shape, int | None]], progress: Callable[[str], object]
-    ) -> Kernels | None:
-        """Compile the kernels of steps, with the size of the second graph of cut ones; None on a CPU."""
-        if self._engine.planner.device.backend == "cpu":
-            return None
-        from mosaic.runtime.launches import compile_ahead
-
-        sizes = [(self.size(shape.room, self.planned), kept) for shape, kept in steps]
-        graphs = ([size] if kept is None else [size.graph(), size.graph(kept)] for size, kept in sizes)
-        return compile_ahead(self._engine, chain.from_iterable(graphs), progress)
 
     def rehearse(self, shape: Shape, kept: int | None) -> None:
         """Plan, compile and capture a step, which serves nobody; of one that is cut, with this size of its second graph."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from threading import RLock
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.range_pool import ClosesOnExit
 from mosaic.runtime.spans import Span, Spans, joined, total, without
 
+NO_END: Final = 1 << 62
+"""Behind all rows that there can be."""
+
 
 class RowTable:
     """Hands out the rows of one state.
@@ -22,6 +26,10 @@ class RowTable:
     The state ends with its last owned row: it grows at its end, and shrinks when the rows there are given back.
     Free rows in the middle are handed out first: the smallest hole that holds all rows, or else the largest holes. So owners have
     few extents.
+
+    An extent may have several owners (`OwnedRows.share`): it is free when all have given it back. One that somebody has noted
+    (`note`) is *idle* while it is free: whoever noted it may take it again as it is. Idle extents are handed out last, the least
+    recently used first.
 
     Parameters
     ----------
@@ -65,7 +73,15 @@ class RowTable:
         self._taken = taken
         self._owned: list[OwnedRows] = []
         self._free: list[Span] = []
+        self._open: list[Span] = [(0, NO_END)]  # rows that are free and not idle, those behind the last owned one too
+        self._sharers = Counter[Span]()  # of extents that have several owners, how many more than one
+        self._noted: dict[Span, Callable[[Span], object]] = {}
+        self._idle: dict[Span, None] = {}  # least recently used first
         self._extents = 0
+        self.positions = 0
+        """Positions of all owners: more than there are rows where they share some."""
+        self.most = 0
+        """Rows up to which the state may grow so that idle extents stay."""
         self.rows = 0
         """Rows that the state needs."""
         self.changes = 0
@@ -113,44 +129,111 @@ class RowTable:
         or cuts a hole, or adds rows at the end."""
         return self._extents + len(self._free) + owners
 
-    def count_extents(self, more: int) -> None:
-        """Count the extents that an owner has more, or fewer."""
-        self._extents += more
+    def count(self, extents: int, positions: int) -> None:
+        """Count the extents and positions that an owner has more, or fewer."""
+        self._extents += extents
+        self.positions += positions
+
+    # --- extents that are kept ----------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> tuple[Span, ...]:
+        """Noted extents that nobody owns, least recently used first."""
+        return tuple(self._idle)
+
+    @property
+    def has_idle(self) -> bool:
+        """Whether there are any."""
+        return bool(self._idle)
+
+    def is_idle(self, extent: Span) -> bool:
+        """Whether it is noted, and nobody owns it."""
+        return extent in self._idle
+
+    def note(self, extent: Span, forget: Callable[[Span], object]) -> None:
+        """Keep an extent that somebody owns when it is given back; `forget` is called when its rows are handed out, or lost."""
+        self._noted[extent] = forget
+
+    def unnote(self, extent: Span) -> None:
+        """Keep it no longer."""
+        if self._noted.pop(extent, None) is not None and extent in self._idle:
+            del self._idle[extent]
+            self._open = joined([*self._open, extent])
+
+    def lose(self, lost: Callable[[Span], bool]) -> None:
+        """Forget the idle extents that are `lost`."""
+        for extent in [extent for extent in self._idle if lost(extent)]:
+            self._forget(extent)
+
+    def _forget(self, extent: Span) -> None:
+        if extent in self._idle:  # unless it went with another one
+            self._noted[extent](extent)
+            self.unnote(extent)
+
+    def share(self, extents: Iterable[Span], owned: OwnedRows) -> None:
+        """Give extents one more owner; those that are idle are taken again."""
+        self.changes += 1
+        for extent in extents:
+            if extent in self._idle:
+                del self._idle[extent]
+                self._occupy(*extent)
+            else:
+                self._sharers[extent] += 1
+        if owned not in self._owned:
+            self._owned.append(owned)
+
+    # --- rows that change hands ---------------------------------------------------------------------------------------
 
     def take(self, owned: OwnedRows, count: int) -> list[Span]:
         """Hand out `count` rows, free ones first."""
         self.changes += 1
         found: list[Span] = []
+        end = max(self.room(count), self.most if self._idle else 0)
         while count:
-            at = self._hole(count)
-            if at is None:
-                break
-            start, end = self._free[at]
-            mine = start, min(end, start + count)
-            self._free[at : at + 1] = [(mine[1], end)] if mine[1] < end else []
-            found.append(mine)
-            count -= mine[1] - mine[0]
-        if count:
-            found.append((self.rows, self.rows + count))
-            self.rows += count
+            start, stop = self._hole(count, end)
+            stop = min(stop, start + count)
+            self._open = without(self._open, [(start, stop)])
+            self._occupy(start, stop)
+            found.append((start, stop))
+            count -= stop - start
         if owned not in self._owned:
             self._owned.append(owned)
         if self._taken is not None:
             self._taken(found)
         return found
 
-    def _hole(self, count: int) -> int | None:
-        """The number of the hole that `count` rows come into: the smallest that holds them, or else the largest."""
-        sizes = [end - start for start, end in self._free]
-        whole = [size for size in sizes if size >= count]
-        if whole:
-            return sizes.index(min(whole))
-        return sizes.index(max(sizes)) if sizes and not self.together else None
+    def _hole(self, count: int, end: int) -> Span:
+        """The hole below `end` that rows come into: the smallest that holds them, or else the largest; that at the end comes last.
+        Idle extents are forgotten until one holds them, or there are none."""
+        while True:
+            holes = [(start, min(stop, end)) for start, stop in self._open if start < end]
+            whole = [hole for hole in holes if hole[1] - hole[0] >= count]
+            if whole:
+                return min(whole, key=lambda hole: (hole[0] >= self.rows, hole[1] - hole[0]))
+            idle = next((extent for extent in self._idle if extent[0] < end), None)
+            if idle is None:
+                return max(holes, key=lambda hole: (hole[0] < self.rows, hole[1] - hole[0]))
+            self._forget(idle)
+
+    def _occupy(self, start: int, stop: int) -> None:
+        """Let free rows be somebody's."""
+        if stop > self.rows:
+            self._free = joined([*self._free, (self.rows, stop)])
+            self.rows = stop
+        self._free = without(self._free, [(start, stop)])
 
     def give(self, owned: OwnedRows, rows: Iterable[Span]) -> None:
-        """Take rows back."""
+        """Take rows back; those of extents that have another owner stay that one's."""
         self.changes += 1
-        self._free = joined([*self._free, *rows])
+        for span in rows:
+            if span in self._sharers:
+                self._sharers -= Counter([span])  # leaves out those of nobody else
+                continue
+            self._free = joined([*self._free, span])
+            if span in self._noted:
+                self._idle[span] = None
+            else:
+                self._open = joined([*self._open, span])
         if self._free and self._free[-1][1] == self.rows:
             self.rows = self._free.pop()[0]
         if not owned.length and owned in self._owned:
@@ -180,15 +263,28 @@ class OwnedRows(ClosesOnExit):
     def __init__(self, table: RowTable, owner: Hashable) -> None:
         self._table, self.owner = table, owner
         self._pieces = list[_Piece]()
+        self.piece = 0
+        """Positions of which multiples end an extent that is reserved: rows are shared, and go back, few at a time. 0: none."""
         self.extents: tuple[tuple[int, int, int, int], ...] = ()
         self.length = 0
 
     def reserve(self, count: int) -> None:
         """Have rows for `count` positions; existing rows stay where they are."""
         with self._table.turns, interrupts_held():
-            if count > self.length:
-                more = self._table.take(self, count - self.length)
+            while count > self.length:
+                stop = min(count, (self.length // self.piece + 1) * self.piece) if self.piece else count
+                more = self._table.take(self, stop - self.length)
                 self._hold([*self._pieces, *(_Piece(*span, span) for span in more)])
+
+    def share(self, pieces: Sequence[tuple[int, int, Span]]) -> None:
+        """Have rows of others' extents, or of idle ones, as those of the next positions: [first, last) of each extent."""
+        with self._table.turns, interrupts_held():
+            self._table.share(dict.fromkeys(extent for _, _, extent in pieces), self)
+            self._hold([*self._pieces, *(_Piece(*piece) for piece in pieces)])
+
+    def is_of(self, table: RowTable) -> bool:
+        """Whether these are rows of this table."""
+        return table is self._table
 
     def drop(self, start: int, end: int | None = None) -> None:
         """Give the rows of the positions `[start, end)` back. Later positions move up to `start`; no row moves.
@@ -205,7 +301,7 @@ class OwnedRows(ClosesOnExit):
             gone = self._between(start, stop)
             self._hold([*self._between(0, start), *self._between(stop, self.length)])
             held = {piece.extent for piece in self._pieces}
-            whole = {piece.extent for piece in gone} - held
+            whole = [extent for extent in dict.fromkeys(piece.extent for piece in reversed(gone)) if extent not in held]
             self._table.give(self, whole if self._table.in_extents else [piece[:2] for piece in gone])
 
     def slots(self, start: int = 0, end: int | None = None) -> Tensor:
@@ -268,10 +364,10 @@ class OwnedRows(ClosesOnExit):
                 held.append(piece)
             else:
                 held[-1] = _Piece(before.first, piece.last, (before.extent[0], piece.extent[1]))
+        before_length, found = self.length, []
         self._pieces, self.length = held, 0
-        found = []
         for first, last, (start, end) in held:
             found.append((start, end - start, self.length, first - start))
             self.length += last - first
-        self._table.count_extents(len(found) - len(self.extents))
+        self._table.count(len(found) - len(self.extents), self.length - before_length)
         self.extents = tuple(found)

@@ -21,6 +21,7 @@ from mosaic.runtime.workspace import HOST, Workspace
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
     from mosaic.planner.plan_records import PlanRecords
+    from mosaic.runtime.range_pool import Range
 
 WORKSPACE: Final = "workspace"
 APART: Final = "apart"
@@ -105,19 +106,27 @@ class StepMemory:
         if APART in committed:
             self._finish()
         unused = {name: 0 for name in committed if name in (HOST, APART) or name.startswith("carry/")}
-        self._workspace.trim_all({**unused, **sizes}, holes=self._holes())
+        self._trim({**unused, **sizes})
 
     def give_idle_back(self, plan: Plan | None = None) -> None:
         """Give back the pages of states without owned rows, but those that a plan needs."""
         needed = {} if plan is None else plan.pools
         sizes = {name: max(size, needed.get(name, 0)) for name, size in self._owned().items()}
-        self._workspace.trim_all(sizes, holes=self._holes())
+        self._trim(sizes)
 
     def trim(self, plan: Plan) -> None:
         """Give back memory that neither the plan of the last step nor the owners of rows need."""
         self._finish()
         sizes = {name: plan.pools.get(name, 0) for name in self._workspace.committed_bytes() if name != "weights"}
-        self._workspace.trim_all(sizes | self._owned(), holes=self._holes())
+        self._trim(sizes | self._owned())
+
+    def _trim(self, sizes: Mapping[str, int]) -> None:
+        """Give back memory beyond these bytes, and that of free rows; idle extents that lose some are lost."""
+        self._workspace.trim_all(sizes, holes=self._holes())
+        for table in self._tables:
+            if table.has_idle:
+                there, size = self._workspace.range(table.pool), self.row_bytes.get(table.pool, 0)
+                table.lose(partial(_is_lost, there, size))
 
     def zero_new_rows(self, records: PlanRecords, held: Mapping[str, int]) -> None:
         """Zero the rows that a program's states gain by a plan. Owners write the rows of a model's states."""
@@ -160,6 +169,11 @@ class StepMemory:
             for table in self._tables
             if table.pool in sizes
         }
+
+
+def _is_lost(there: Range, row_bytes: int, extent: Span) -> bool:
+    """Whether some of an extent's rows are not memory."""
+    return not there.holds(extent[0] * row_bytes, extent[1] * row_bytes)
 
 
 class HeldValues(Mapping[str, int]):
