@@ -408,6 +408,13 @@ def test_a_saved_prefix_serves_another_session(models: dict[str, CompiledModel],
     other = models["sdar" if family != "sdar" else "llada2"]
     with other.session() as session, pytest.raises(CheckpointError, match="of another model"):
         session.prefixes.load(file)
+    alike = mosaic.compile({**CONFIGS[family], "num_hidden_layers": 3}, seed=4)
+    with (
+        alike as drawn_again,
+        drawn_again.session() as session,
+        pytest.raises(CheckpointError, match="its weights differ"),
+    ):
+        session.prefixes.load(file)
     file.write_bytes(file.read_bytes()[:-5])
     with model.session() as session, pytest.raises(CheckpointError, match=r"prefix\.safetensors"):
         session.prefixes.load(file)

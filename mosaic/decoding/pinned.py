@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mosaic.decoding.config import GenerationConfig
 from mosaic.decoding.prompts import Prompt, token_ids
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.runtime.interrupts import interrupts_held, interrupts_let_through
@@ -18,8 +17,6 @@ from mosaic.runtime.range_pool import ClosesOnExit
 
 if TYPE_CHECKING:
     from mosaic.decoding.described import Described
-    from mosaic.decoding.live import LiveRequest
-    from mosaic.decoding.session import Session
     from mosaic.decoding.tokenizer import Tokenizer
     from mosaic.runtime.prefix_files import SavedPrefixes
     from mosaic.runtime.prefixes import Prefix
@@ -64,12 +61,12 @@ class Pins:
 
     Parameters
     ----------
-    session, runner, table
-        The session, its model, and its table.
+    runner, table
+        The model, and the session's table.
     has_room
         Whether all steps fit beside the rows that are taken, and these requests.
-    finish
-        Runs steps until a request ends.
+    compute
+        Lets a request with this prompt come and end.
     tokenizer
         Of the model.
 
@@ -86,11 +83,11 @@ class Pins:
     """
 
     def __init__(
-        self, session: Session, runner: StepRunner, table: RequestTable | None,
-        has_room: Callable[[Sequence[Described]], bool], finish: Callable[[LiveRequest], None], tokenizer: Callable[[], Tokenizer],
+        self, runner: StepRunner, table: RequestTable | None,
+        has_room: Callable[[Sequence[Described]], bool], compute: Callable[[Tensor], object], tokenizer: Callable[[], Tokenizer],
     ) -> None:  # fmt: skip
-        self._session, self._runner, self._table, self._has_room = session, runner, table, has_room
-        self._finish, self._tokenizer = finish, tokenizer
+        self._runner, self._table, self._has_room = runner, table, has_room
+        self._compute, self._tokenizer = compute, tokenizer
         self._held: dict[PinnedPrefix, None] = {}
 
     @property
@@ -120,9 +117,8 @@ class Pins:
                 raise UsageError(f"a prompt of {tokens.numel():,} tokens: pin {unit:,} at least.")
             whole = tokens[: tokens.numel() // unit * unit].to("cpu", torch.int64)
             if self._saved.ready(whole) < whole.numel():
-                config = GenerationConfig(gen_length=self._runner.architecture.block, stop_at_eos=False)
                 with interrupts_let_through():
-                    self._finish(self._session.submit(whole, config))
+                    self._compute(whole)
             return self._pinned(self._saved.keep(whole), whole)
 
     def load(self, path: str | os.PathLike[str]) -> PinnedPrefix:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 
 from mosaic.decoding.algorithms import expected_steps, longest_row, repeated_steps
 from mosaic.decoding.canvas import Canvas
@@ -26,10 +27,11 @@ from mosaic.decoding.generators import Generators
 from mosaic.decoding.live import LiveRequest, Submission
 from mosaic.decoding.pinned import Pins
 from mosaic.decoding.prompts import Prompt, check_prompt, is_integer, is_text, token_ids, tokenizer_of
-from mosaic.decoding.rows import TableRow, demand_of
+from mosaic.decoding.rows import TableRow
 from mosaic.decoding.scheduler import DELAY_MS, MOST_TOKENS, Scheduler
 from mosaic.decoding.streaming import OnStep, Step, Steps, Streamer
 from mosaic.decoding.tabled import ServedSteps, TabledRequest
+from mosaic.decoding.warm import Warmed, make_warm
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.models.parts import REQUESTS
 from mosaic.models.step import MAX_TOKENS, StepSize
@@ -66,6 +68,11 @@ class Session(ClosesOnExit):
     max_delay_ms
         How long a step with chunks of prompts may take, by the last ones on a device or its plan, unless it is longer without them.
 
+    Attributes
+    ----------
+    warmed
+        What the last `warm` has made, and what it has taken.
+
     Raises
     ------
     UsageError
@@ -97,6 +104,7 @@ class Session(ClosesOnExit):
         self._given = WeakSet[LiveRequest]()  # live and ended requests
         self._untold = Steps()  # of calls of `advance` that raised
         self._submitted = self._turns = 0
+        self.warmed: Warmed | None = None
         self._closed = self._giving = False
         self._deadlines = Deadlines()
         self._read: Tokenizer | None = None
@@ -106,7 +114,7 @@ class Session(ClosesOnExit):
         limits = max_num_batched_tokens, max_delay_ms
         self._scheduler = self._shared.table = None if self._table is None else Scheduler(runner, self._table, *limits)
         self._generators, self._tabled_last = Generators(runner, max_delay_ms), False
-        self.prefixes = Pins(self, runner, self._table, self._has_room, self._finish, self._tokenizer)
+        self.prefixes = Pins(runner, self._table, self._has_room, self._compute, self._tokenizer)
         """Pins first tokens of prompts, and loads saved ones."""
 
     @property
@@ -139,7 +147,7 @@ class Session(ClosesOnExit):
         tokens
             Positions of a request at most, prompt and answer.
         progress
-            Called with a line for each step; by default the library's log.
+            Called with a line for each kernel that is compiled, each step, and what was made; by default the library's log.
 
         Returns
         -------
@@ -164,20 +172,10 @@ class Session(ClosesOnExit):
             if self._closed:
                 raise UsageError("the session is closed: open another one.")
             rows = [longest_row(self._runner, self._table, with_options(one, options), tokens) for one in configs]
-            scheduler, table = self._scheduler, self._table
-            assert scheduler is not None and table is not None  # a request has a row
-            count = scheduler.foresee(rows, requests)
-            if not count:
-                self._runner.check(scheduler.sizes(rows, more := demand_of(rows[0], table.holes)), more=more)
-            ladder = scheduler.ladder(rows)
-        for number, (shape, kept) in enumerate(ladder, start=1):
-            progress(f"step {number} of {len(ladder)}: {shape.room}")
-            with interrupts_held(), self._runner.exclusive(), interrupts_let_through():
-                table.rehearse(shape, kept)
-        with interrupts_held(), self._runner.exclusive():
-            table.rest()
-            table.freeze()
-        return count
+        assert self._scheduler is not None and self._table is not None  # a request has a row
+        self.warmed = make_warm(self._runner, self._scheduler, self._table, rows, requests, progress)
+        progress(str(self.warmed))
+        return self.warmed.requests
 
     def admits(self, *submissions: Submission) -> bool:
         """Return whether every future step fits the budget, with all that is live and these requests added; as for `submit`."""
@@ -455,9 +453,9 @@ class Session(ClosesOnExit):
         if raised:
             raise raised[0]
 
-    def _finish(self, request: LiveRequest) -> None:
-        """Run steps until a request ends; the next call of `advance` returns what they did."""
-        told = Steps()
+    def _compute(self, prompt: Tensor) -> None:
+        """Let a request with a prompt come and end; the next call of `advance` returns what steps did meanwhile."""
+        request, told = self.submit(prompt, gen_length=self._runner.architecture.block, stop_at_eos=False), Steps()
         try:
             while request.generation is None:
                 told.add(self.advance())

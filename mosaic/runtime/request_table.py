@@ -179,6 +179,11 @@ class RequestTable:
         return self._engine.current.config.get("stream", "none") != "none"
 
     @property
+    def engine(self) -> Engine:
+        """The engine of the model."""
+        return self._engine
+
+    @property
     def holes(self) -> int:
         """Runs of rows of keys that nobody owns: a request's keys come to lie in one extent more, at most."""
         return len(self._engine.table(KV).free)
