@@ -132,8 +132,7 @@ class Engine:
         self._tables: dict[State, RowTable] = {}
         self._fresh: dict[State, list[Span]] = {}  # of a poisoned model: rows handed out since the last step
         self._lost: Recent[Hashable, float] = Recent(KEPT_SIZES)
-        self._rehearsed = set[Hashable]()
-        self._placed = Recent[Hashable, bool](KEPT_SIZES)
+        self._rehearsed, self._placed = set[Hashable](), Recent[Hashable, bool](KEPT_SIZES)
         self._planned, self._counted = Recent[Hashable, bool](KEPT_SIZES), HostCopy()
         self.shared = WeakSet[SharedSizes]()
         self.held = HeldValues()
@@ -215,7 +214,7 @@ class Engine:
         return before | with_more
 
     def commit_rows(self, table: RowTable, row_bytes: int) -> None:
-        """Let all rows of a state be memory, whatever they hold, before a step needs them; as `StepMemory.commit_rows`."""
+        """Let all rows of a state be memory before a step needs them, as `StepMemory.commit_rows`."""
         self._memory.commit_rows(table, row_bytes)
         self._poison_fresh_rows()
 
@@ -430,8 +429,8 @@ class Engine:
         sizes = next(iter(self.shared)).beside([], rows=True) if self.shared else []
         if not all(map(self.plans.fits_exactly, self._running.graphs)):
             return False
-        others = all(one.table.stands() for one in self.shared if one.table is not None)
-        return others and self.plans.fits(self.scattered(sizes), self.states)
+        others = self.plans.fits(self.scattered(sizes), self.states)
+        return others and all(one.table.stands() for one in self.shared if one.table is not None)
 
     def trim(self) -> None:
         """Give back memory that neither the last step nor owners of rows need. Outputs that are lent are emptied."""
