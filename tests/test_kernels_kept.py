@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -230,6 +231,21 @@ def test_two_commands_at_once_fill_a_folder_and_every_launch_finds_its_kernel(tm
     if device == "h100":
         whole = alone(tmp_path, "whole", "small-sdar", "2", "256")
         assert whole["bare"] == [] and whole["plans"] == again["steps"]
+
+
+@pytest.mark.soak
+def test_an_interrupted_command_leaves_no_process(tmp_path: Path) -> None:
+    process = begin(
+        tmp_path, "-m", "mosaic", "warm", "small-sdar", "--device", "h100", "--max-requests", "2", "--ctx", "256"
+    )
+    assert process.stderr is not None
+    while "kernel 1 of" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    process.communicate()
+    left = [place for place in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in place.read_text()]
+    assert left == []
 
 
 @pytest.mark.parametrize(("device", "message"), [
