@@ -29,7 +29,7 @@ BUDGETS_S: Mapping[str, float] = {
     "test_notebooks": 2, "test_offset_definitions": 2, "test_offset_search": 2, "test_offsets": 4, "test_offsets_exact": 1,
     "test_offsets_large": 5, "test_offsets_validity": 1, "test_open_state": 3, "test_pages": 2, "test_pages_triton": 1,
     "test_parity": 11, "test_parity_block": 13, "test_peaks": 2, "test_plan_mutations": 6, "test_planner": 13,
-    "test_policy": 2, "test_prefix_reuse": 7, "test_prefixes": 6, "test_prefix_reuse_kernels": 2, "test_prefix_reuse_triton": 2,
+    "test_policy": 2, "test_prefix_reuse": 7, "test_prefixes": 9, "test_prefix_reuse_kernels": 2, "test_prefix_reuse_triton": 2,
     "test_programs": 1, "test_quality_commands": 3, "test_quality_decodability": 2, "test_quality_policies": 3,
     "test_ready": 2, "test_records": 5, "test_refusals": 5, "test_registrar": 2, "test_request_kernels": 2,
     "test_request_options": 3, "test_request_policies": 4, "test_request_table": 9, "test_robustness": 4,

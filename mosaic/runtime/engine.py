@@ -132,8 +132,7 @@ class Engine:
         self._tables: dict[State, RowTable] = {}
         self._fresh: dict[State, list[Span]] = {}  # of a poisoned model: rows handed out since the last step
         self._lost: Recent[Hashable, float] = Recent(KEPT_SIZES)
-        self._rehearsed = set[Hashable]()
-        self._placed = Recent[Hashable, bool](KEPT_SIZES)
+        self._rehearsed, self._placed = set[Hashable](), Recent[Hashable, bool](KEPT_SIZES)
         self._planned, self._counted = Recent[Hashable, bool](KEPT_SIZES), HostCopy()
         self.shared = WeakSet[SharedSizes]()
         self.held = HeldValues()
@@ -213,6 +212,11 @@ class Engine:
             for state, count in more.items()
         }
         return before | with_more
+
+    def commit_rows(self, table: RowTable, row_bytes: int) -> None:
+        """Let all rows of a state be memory before a step needs them, as `StepMemory.commit_rows`."""
+        self._memory.commit_rows(table, row_bytes)
+        self._poison_fresh_rows()
 
     def scattered(self, sizes: Iterable[StepSize]) -> list[StepSize]:
         """Return the same steps with as many extents of rows as their sequences may come to have; `exact` ones have them."""
@@ -350,8 +354,7 @@ class Engine:
 
         Copies are needed if another thread may run a step before the caller's next one.
         """
-        alone = self.turns.is_alone
-        if alone and self._on_cuda:
+        if (alone := self.turns.is_alone) and self._on_cuda:
             self._handed_out.hold(outputs)
         return alone
 
@@ -424,12 +427,10 @@ class Engine:
 
     def _all_fit(self) -> bool:
         sizes = next(iter(self.shared)).beside([], rows=True) if self.shared else []
-        tables = [one.table for one in self.shared if one.table is not None]
-        return (
-            all(map(self.plans.fits_exactly, self._running.graphs))
-            and self.plans.fits(self.scattered(sizes), self.states)
-            and all(table.stands() for table in tables)
-        )
+        if not all(map(self.plans.fits_exactly, self._running.graphs)):
+            return False
+        others = self.plans.fits(self.scattered(sizes), self.states)
+        return others and all(one.table.stands() for one in self.shared if one.table is not None)
 
     def trim(self) -> None:
         """Give back memory that neither the last step nor owners of rows need. Outputs that are lent are emptied."""
