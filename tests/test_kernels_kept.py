@@ -5,23 +5,32 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-import triton_interpreter  # noqa: F401 - before anything loads triton
+if not (torch.cuda.is_available() or "triton" in sys.modules):
+    import triton_interpreter  # noqa: F401 - others of this process interpret: before anything loads triton
 from triton.runtime.cache import get_cache_manager
 
+import mosaic
 from mosaic import cli
 from mosaic.errors import UsageError
+from mosaic.kernels.card import Card
 from mosaic.kernels.cuda.shared.kept import KernelFolder, NotKept, kernel_folder
+from mosaic.planner.planner import SizedStep
+from mosaic.runtime.engine import Engine
+from mosaic.runtime.opening import device_ahead
 
 TESTS = Path(__file__).parent
 
@@ -139,7 +148,6 @@ BUSY = """
 import os, random, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-import triton_interpreter
 from test_kernels_kept import KernelFolder, found, kept
 rng, folder = random.Random({seed}), KernelFolder(Path({path!r}), most_bytes=20_000)
 reads = 0
@@ -232,6 +240,59 @@ def test_two_commands_at_once_fill_a_folder_and_every_launch_finds_its_kernel(tm
         assert whole["bare"] == [] and whole["plans"] == again["steps"]
 
 
+def test_compile_compiles_kernels_before_it_loads_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card; on a CPU there are none."""
+    profile, card = device_ahead("h100")
+    taken: list[int] = []
+
+    def take(engine: Engine, steps: Iterable[SizedStep], progress: Any) -> None:
+        assert engine.ahead == card and not engine.weights.views
+        taken.extend(engine.plans.plan(step).document["capability"] for step in steps)
+
+    def engine_of(*given: Any, ahead: Card | None = None, **more: Any) -> Engine:
+        if ahead is None:
+            raise InterruptedError("weights are loaded now")
+        return Engine(*given, ahead=ahead, **more)
+
+    monkeypatch.setattr("mosaic.runtime.compile.usable_device", lambda device: profile)
+    monkeypatch.setattr("mosaic.runtime.compile.current_card", lambda: card)
+    monkeypatch.setattr("mosaic.runtime.compile.Engine", engine_of)
+    monkeypatch.setattr("mosaic.runtime.launches.compile_ahead", take)
+    with pytest.raises(InterruptedError):
+        mosaic.compile("small-sdar", device="h100", warm={"requests": 2, "tokens": 256})
+    assert len(taken) > 10 and {*taken} == {90}
+    monkeypatch.undo()
+    with mosaic.compile("small-sdar", dtype="float32", warm={"requests": 2}) as model:
+        assert not model.executors
+
+
+@pytest.mark.parametrize(("warm", "message"), [
+    (True, "warm: expected parameters of Session.warm by name, such as {'requests': 64}, got True."),
+    ({"requests": 0}, "requests: expected a number from 1 to 1,024, got 0."),
+])  # fmt: skip
+def test_what_compile_cannot_warm_is_refused(warm: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile, card = device_ahead("h100")
+    monkeypatch.setattr("mosaic.runtime.compile.usable_device", lambda device: profile)
+    monkeypatch.setattr("mosaic.runtime.compile.current_card", lambda: card)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        mosaic.compile("small-sdar", device="h100", warm=warm)
+
+
+@pytest.mark.soak
+def test_an_interrupted_command_leaves_no_process(tmp_path: Path) -> None:
+    process = begin(
+        tmp_path, "-m", "mosaic", "warm", "small-sdar", "--device", "h100", "--max-requests", "2", "--ctx", "256"
+    )
+    assert process.stderr is not None
+    while "kernel 1 of" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    process.communicate()
+    left = [place for place in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in place.read_text()]
+    assert left == []
+
+
 @pytest.mark.parametrize(("device", "message"), [
     ("cpu", "the device 'cpu' is no CUDA card: it has no kernels to compile."),
     ("old.toml", "the profile 'old' has capability 75, kernels are compiled for 80 (Ampere) and later: write "),
@@ -254,6 +315,7 @@ def test_the_command_says_in_a_line_what_it_cannot_do(
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     """Each process warms a session, and then answers; the folder is empty before the first."""
     first, second = (alone(tmp_path, "on_the_card", "small-sdar") for _ in range(2))

@@ -184,7 +184,7 @@ def on_the_card(model: str) -> dict[str, Any]:
     assert warmed is not None and warmed.kernels is not None and generation is not None
     made = warmed.kernels.found, warmed.kernels.compiled, list(warmed.kernels.failed)
     figures = {"compile_s": ready_s, "warm_s": warmed.seconds, "kernels_s": warmed.kernels.seconds, "first_s": first_s}
-    return {"made": made, "compiled": kernel_folder().compiled, "tokens": list(generation.token_ids), **figures}
+    return {"made": made, "compiled": kernel_folder().compiled, "tokens": generation.token_ids.tolist(), **figures}
 
 
 if __name__ == "__main__":

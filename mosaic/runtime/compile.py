@@ -138,6 +138,10 @@ def compile(
     """
     if not isinstance(batch_invariant, bool):
         raise UsageError(f"batch_invariant: expected True or False, got {batch_invariant!r}.")
+    if warm is not None and not isinstance(warm, Mapping):
+        raise UsageError(
+            f"warm: expected parameters of Session.warm by name, such as {{'requests': 64}}, got {warm!r}."
+        )
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise UsageError(f"seed: expected an integer, got {seed!r}.")
     if not isinstance(model, str | Path | Mapping | Model | nn.Module):

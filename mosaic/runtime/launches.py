@@ -7,6 +7,7 @@ PyTorch's device `meta` have all of these, each at the offset that the plan give
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -62,8 +63,8 @@ class _Addresses:
 def compile_ahead(engine: Engine, steps: Iterable[SizedStep], progress: Callable[[str], object]) -> Kernels | None:
     """Compile the kernels that steps of one graph each ask for into this user's folder.
 
-    What cannot be compiled is left for its first launch, and said in a warning; so are all, and the result is None, if the folder
-    cannot be written and the steps are to run here.
+    What cannot be compiled is left for its first launch, and said in a warning; so is all that is not kept, and the result is None,
+    if the folder cannot be written.
 
     Parameters
     ----------
@@ -71,12 +72,12 @@ def compile_ahead(engine: Engine, steps: Iterable[SizedStep], progress: Callable
         Called with a line for each kernel that is compiled.
     """
     card = current_card() if engine.ahead is None else engine.ahead
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise UsageError("TRITON_INTERPRET is set, so that kernels are interpreted and none is compiled: unset it.")
     try:
         kernel_folder().require_writable()
     except UsageError as error:
-        if engine.ahead is not None:
-            raise
-        _log.warning("kernels are compiled when they are first launched: %s", error)
+        _log.warning("kernels that are not kept are compiled when they are first launched: %s", error)
         return None
     with Compilers(card, kernel_folder()) as compilers:
         with recording(card) as asked:

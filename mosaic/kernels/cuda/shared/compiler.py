@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,7 @@ class Named:
 def main() -> None:
     """Answer until standard input ends."""
     path, most_bytes, capability = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asks ends it
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the compiler prints is no answer
     folder = KernelFolder(Path(path), most_bytes=int(most_bytes))
