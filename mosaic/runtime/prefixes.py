@@ -110,8 +110,11 @@ class Prefixes:
             if child is None:
                 break
             size = min(len(child.tokens), most - position)
-            differs = child.tokens[:size] != tokens[position : position + size]
-            alike = int(differs.argmax()) if differs.any() else size
+            given, alike = tokens[position : position + size], size
+            if (
+                child.tokens[:size].tobytes() != given.tobytes()
+            ):  # most are alike: a tenth of the time
+                alike = int((child.tokens[:size] != given).argmax())
             run, count = child, alike // unit
             if priority is not None and count > run.ready and not self._may_wait(run, priority):
                 count = run.ready
@@ -219,15 +222,17 @@ class Prefix:
         """Share these, if they are more."""
         unit = self._prefixes.unit
         if (length := sum(count for _, count in found) * unit) > self.length:
-            longer = self._open()
+            longer = self._open() if self.length else self.rows
             longer.share([(run.row, run.row + count * unit, run.extent) for run, count in found])
-            self.rows.close()
+            if longer is not self.rows:
+                self.rows.close()
             self.rows, self.length, self._taken = longer, length, found
 
     def drop(self) -> None:
         """Share nothing."""
-        self.rows.close()
-        self.length, self._taken = 0, []
+        if self.length:
+            self.rows.close()
+            self.length, self._taken = 0, []
 
     def extend(self) -> None:
         """Share more, if others own more by now; the other rows are not reserved yet."""
