@@ -40,6 +40,8 @@ class Device:
         The backend whose implementations run on it: `cuda` or `cpu`.
     capability
         Compute capability of a card, 90 for sm_90. Only plans for exactly this number take kernels made for such cards.
+    processors
+        Multiprocessors of a card, among which kernels divide their work.
     memory_bytes
         The total that the driver reports.
     bandwidth
@@ -83,6 +85,7 @@ class Device:
     sampled_unembed_rates: Rates = field(default_factory=dict)
     backend: str = "cuda"
     capability: int = 0
+    processors: int = 132
     host_link: float = 24.8e9
     launch_s: float = 5e-6
     context_bytes: int = _CONTEXT
@@ -100,6 +103,7 @@ class Device:
         for name in ("context_bytes", "library_bytes", "host_bytes"):
             self._require(name, "a number of bytes from 0", _is_count(getattr(self, name), least=0))
         self._require("capability", "a number such as 90, or 0 for none", _is_count(self.capability, least=0))
+        self._require("processors", "a number from 1", _is_count(self.processors, least=1))
         for name in ("bandwidth", "host_link"):
             self._require(name, "positive bytes per second", _is_positive(getattr(self, name)))
         self._require("launch_s", "seconds from 0", self.launch_s == 0 or _is_positive(self.launch_s))
@@ -194,6 +198,7 @@ def _card(
     bandwidth: float,
     bf16_flops: float,
     capability: int,
+    processors: int,
     *,
     attention: float = 0.55,
     link: float = 24.8e9,
@@ -212,6 +217,7 @@ def _card(
         memory_bytes=int(memory_gib * 1024) * MIB,
         bandwidth=0.9 * bandwidth,
         capability=capability,
+        processors=processors,
         gemm_rates={
             columns: {rows * 2048 // columns: share * rate for rows, share in shares.items()} for columns in (256, 2048)
         },
@@ -255,12 +261,12 @@ _HOPPER: Final = _calibrated("h200")
 DEVICES: Final[Mapping[str, Device]] = {
     device.name: device
     for device in (
-        _card("rtx-3090", 23.7, 936e9, 71e12, 86),
-        _card("rtx-4090", 23.6, 1008e9, 165e12, 89),
-        _card("l40s", 44.4, 864e9, 362e12, 89),
-        _card("a100-40g", 39.4, 1555e9, 312e12, 80),
-        _card("a100-80g", 79.2, 2039e9, 312e12, 80),
-        _card("h100", 79.1, 3350e9, 989e12, 90, attention=0.6, link=54.7e9, context=_HOPPER.context_bytes),
+        _card("rtx-3090", 23.7, 936e9, 71e12, 86, 82),
+        _card("rtx-4090", 23.6, 1008e9, 165e12, 89, 128),
+        _card("l40s", 44.4, 864e9, 362e12, 89, 142),
+        _card("a100-40g", 39.4, 1555e9, 312e12, 80, 108),
+        _card("a100-80g", 79.2, 2039e9, 312e12, 80, 108),
+        _card("h100", 79.1, 3350e9, 989e12, 90, 132, attention=0.6, link=54.7e9, context=_HOPPER.context_bytes),
         _HOPPER,
         CPU,
     )

@@ -105,6 +105,10 @@ class CheckpointError(MosaicError):
     """A checkpoint that is corrupt, truncated, incomplete or of the wrong shapes."""
 
 
+class CompilationFailed(MosaicError):
+    """A kernel could not be compiled ahead of its first launch."""
+
+
 class RuntimeMemoryError(MosaicError):
     """The operating system or the driver refused memory that the plan needs."""
 

@@ -29,7 +29,7 @@ BUDGETS_S: Mapping[str, float] = {
     "test_notebooks": 2, "test_offset_definitions": 2, "test_offset_search": 2, "test_offsets": 4, "test_offsets_exact": 1,
     "test_offsets_large": 5, "test_offsets_validity": 1, "test_open_state": 3, "test_pages": 2, "test_pages_triton": 1,
     "test_parity": 11, "test_parity_block": 13, "test_peaks": 2, "test_plan_mutations": 6, "test_planner": 13,
-    "test_policy": 2, "test_prefix_reuse": 7, "test_prefixes": 6, "test_prefix_reuse_kernels": 2, "test_prefix_reuse_triton": 2,
+    "test_policy": 2, "test_prefix_reuse": 7, "test_prefixes": 9, "test_prefix_reuse_kernels": 2, "test_prefix_reuse_triton": 2,
     "test_programs": 1, "test_quality_commands": 3, "test_quality_decodability": 2, "test_quality_policies": 3,
     "test_ready": 2, "test_records": 5, "test_refusals": 5, "test_registrar": 2, "test_request_kernels": 2,
     "test_request_options": 3, "test_request_policies": 4, "test_request_table": 9, "test_robustness": 4,
@@ -41,7 +41,7 @@ BUDGETS_S: Mapping[str, float] = {
     "test_sparse_keys_rows": 3, "test_sparse_keys_triton": 2, "test_states": 3, "test_step_config": 2, "test_stream": 2,
     "test_streams": 4, "test_struck_memory": 1, "test_token_importance": 2, "test_triton_compiles": 3,
     "test_triton_kernels": 4, "test_viz": 3, "test_viz_graph": 2, "test_vocabulary": 2, "test_warm": 5,
-    "test_weight_addresses": 2,
+    "test_weight_addresses": 2, "test_kernels_kept": 6,
 }  # fmt: skip
 """Seconds of files; every other one may take `USUAL_S`."""
 SLACK, COLD_S = 1.5, 12.0

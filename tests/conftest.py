@@ -28,6 +28,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 _CACHE = os.path.join(tempfile.gettempdir(), f"mosaic-tests-{os.getuid()}")
 os.environ["TRITON_CACHE_DIR"] = os.path.join(_CACHE, "triton")
+os.environ["MOSAIC_KERNELS"] = os.path.join(_CACHE, "kernels")
 
 # Processes that tests start find what is installed compiled, and compile Mosaic once, not every time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

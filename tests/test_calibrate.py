@@ -398,7 +398,7 @@ def test_a_failed_capture_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_bench_is_the_first_card(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeCuda(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    properties = SimpleNamespace(name="NVIDIA H200", L2_cache_size=1 << 20, major=9, minor=0)
+    properties = SimpleNamespace(name="NVIDIA H200", L2_cache_size=1 << 20, major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 << 30, 4 << 30))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)

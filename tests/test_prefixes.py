@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,7 @@ from torch import Tensor
 
 import mosaic
 from mosaic.decoding import GenerationConfig, Session, Submission
-from mosaic.errors import DoesNotFit
+from mosaic.errors import CheckpointError, DoesNotFit, UsageError
 from mosaic.runtime import weight_store
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.prefixes import Prefix, Prefixes
@@ -351,3 +354,98 @@ def test_nobody_waits_for_a_request_of_lower_priority(models: dict[str, Compiled
             session.advance()
     assert high.generation is not None and low.generation is not None
     assert high.generation.cached_tokens == 0 and high.generation.steps < 20
+
+
+# --- pinned and saved -----------------------------------------------------------------------------------------------
+
+
+def test_a_pinned_prefix_stays_until_it_is_released(models: dict[str, CompiledModel]) -> None:
+    """Whoever takes the rows of others; steps that compute it serve live requests too, and none of their outcomes is lost."""
+    model, prompt = models["sdar"], prompt_of(700)
+    with model.session() as session:
+        running = session.submit(prompt.flip(0)[:100], gen_length=8, steps=1, stop_at_eos=False)
+        pinned = session.prefixes.pin(prompt)
+        assert pinned.token_ids.tolist() == prompt[:640].tolist() and model.state_rows["kv"] >= 640
+        told = session.advance(30)
+        assert running.generation is not None and running.steps == len([step for step in told if step.request == 0])
+        for n in range(3):
+            run(session, torch.full((700,), 7 + n), gen_length=4)
+        assert run(session, prompt).cached_tokens == 640
+        pinned.close()
+        assert model.state_rows == {} and not pinned.token_ids.numel()
+        with pytest.raises(UsageError, match="released"):
+            pinned.save("nowhere")
+        for n in range(9):
+            run(session, torch.full((700,), 17 + n), gen_length=4)
+        assert run(session, prompt).cached_tokens == 0
+        with pytest.raises(UsageError, match="pin 64 at least"):
+            session.prefixes.pin(prompt[:63])
+        session.prefixes.pin(prompt[:64])
+    assert model.state_rows == {}
+    with models["llada"].session() as session, pytest.raises(UsageError, match="attend by blocks"):
+        session.prefixes.pin(prompt)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_prefix_serves_another_session(models: dict[str, CompiledModel], family: str, tmp_path: Path) -> None:
+    """Wherever its rows lie, and whatever of it is kept there already."""
+    model, prompt, file = models[family], prompt_of(1200), tmp_path / "prefix.safetensors"
+    with model.session() as session:
+        run(session, prompt_of(90), **alone_options(family))
+        session.prefixes.pin(prompt).save(file)
+        expected = run(session, prompt, **alone_options(family)).token_ids.tolist()
+    model.trim()
+    for before in (0, 200):
+        with model.session() as session:
+            if before:
+                run(session, prompt[:before], **alone_options(family))
+                run(session, prompt_of(77), **alone_options(family))
+            with session.prefixes.load(file) as pinned:
+                assert pinned.token_ids.tolist() == prompt[:1152].tolist()
+                found = run(session, prompt, **alone_options(family))
+            assert found.cached_tokens == 1152 and found.token_ids.tolist() == expected
+        model.trim()
+    other = models["sdar" if family != "sdar" else "llada2"]
+    with other.session() as session, pytest.raises(CheckpointError, match="of another model"):
+        session.prefixes.load(file)
+    alike = mosaic.compile({**CONFIGS[family], "num_hidden_layers": 3}, seed=4)
+    with (
+        alike as drawn_again,
+        drawn_again.session() as session,
+        pytest.raises(CheckpointError, match="its weights differ"),
+    ):
+        session.prefixes.load(file)
+    file.write_bytes(file.read_bytes()[:-5])
+    with model.session() as session, pytest.raises(CheckpointError, match=r"prefix\.safetensors"):
+        session.prefixes.load(file)
+    with model.session() as session, pytest.raises(UsageError, match="existing, writable folder"):
+        session.prefixes.pin(prompt[:64]).save(tmp_path / "none" / "file")
+    assert model.state_rows == {}
+
+
+def alone_options(family: str) -> dict[str, Any]:
+    return {"steps": None, "gen_length": 16} if family == "fast-dllm-v2" else {"gen_length": 16}
+
+
+@pytest.mark.soak
+def test_a_saved_prefix_serves_another_process(tmp_path: Path) -> None:
+    script = """
+import sys, torch, mosaic
+with mosaic.compile("small-sdar", dtype="float32") as model, model.session() as session:
+    prompt = torch.arange(10, 150)
+    if sys.argv[1] == "save":
+        session.prefixes.pin(prompt).save(sys.argv[2])
+    elif sys.argv[1] == "load":
+        session.prefixes.load(sys.argv[2])
+    request = session.submit(prompt, gen_length=32)
+    while session.live:
+        session.advance()
+    print(request.generation.cached_tokens, request.generation.token_ids.tolist())
+"""
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", script, how, str(tmp_path / "file")], capture_output=True, text=True, check=True
+        ).stdout.split(" ", 1)
+        for how in ("alone", "save", "load")
+    ]
+    assert [cached for cached, _ in found] == ["0", "128", "128"] and len({tokens for _, tokens in found}) == 1

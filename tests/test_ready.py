@@ -79,7 +79,7 @@ def test_a_session_that_is_warm_for_fewer_sizes_makes_no_step(monkeypatch: pytes
     configs = [GREEDY, DRAWN, GREEDY.__class__(gen_length=8, stop_at_eos=False, attention="mage:k=16")]
     with mosaic.compile(config, seed=3) as model, model.session(max_num_batched_tokens=64) as session:
         session.warm(configs, requests=8, tokens=64, progress=said.append)
-        assert len(said) <= 40
+        assert len(said) <= 41  # a line for each step, and one for all
         with counted(monkeypatch) as made:
             come_and_go(session, rng, 40, most=8, tokens=64, configs=configs)
         assert made["runs"] and not made["executors"] and made["plans"] < 8

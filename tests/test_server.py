@@ -144,6 +144,13 @@ def test_the_async_client_gets_all_answers_of_many_at_once(base: str, alone: Any
     ]
 
 
+def test_a_prompt_that_came_before_is_cached(base: str) -> None:
+    asked: dict[str, Any] = {"model": "small-sdar", "prompt": ids_of(QUESTION * 9), "max_tokens": 8, "temperature": 0}
+    found = [_client(base).completions.create(**asked).usage for _ in range(2)]
+    cached = [one.prompt_tokens_details.cached_tokens for one in found if one and one.prompt_tokens_details]
+    assert cached[0] == 0 < cached[1] < len(asked["prompt"])
+
+
 def test_several_answers_differ_and_a_seed_repeats_them(base: str) -> None:
     asked: dict[str, Any] = {
         "model": "small-sdar",

@@ -78,7 +78,9 @@ def test_a_warm_session_plans_nothing_and_maps_nothing(
     rng, said = random.Random(family), list[str]()
     with mosaic.compile(CONFIGS[family], seed=3) as model, model.session(max_num_batched_tokens=64) as session:
         assert session.warm([GREEDY, DRAWN], requests=8, tokens=64, progress=said.append) == 8
-        assert said[0].startswith(f"step 1 of {len(said)}: ") and model.state_rows == {}
+        assert said[0].startswith(f"step 1 of {len(said) - 1}: ") and model.state_rows == {}
+        assert session.warmed is not None and session.warmed.steps == len(said) - 1 and session.warmed.kernels is None
+        assert said[-1].startswith(f"{len(said) - 1} steps for 8 requests, in ")
         with counted(monkeypatch) as made:
             session.warm([GREEDY, DRAWN], requests=8, tokens=64, progress=said.append)
         assert made == {"plans": 0, "executors": 0, "runs": 0}

@@ -143,6 +143,7 @@ def cuda_bench(*, target_s: float) -> Bench:
         pinned=lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True),
         free_bytes=_free_bytes,
         capability=10 * properties.major + properties.minor,
+        processors=properties.multi_processor_count,
     )
 
 

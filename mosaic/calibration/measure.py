@@ -60,6 +60,8 @@ class Bench:
         Total by its driver, and the size of its last cache.
     capability
         Compute capability of a CUDA card, 90 for sm_90.
+    processors
+        Its multiprocessors.
     versions
         Versions of the packages used, by name.
     load
@@ -79,6 +81,7 @@ class Bench:
     pinned: Callable[[int], Tensor]
     free_bytes: Callable[[], int]
     capability: int = 0
+    processors: int = 132
 
     def call(
         self, operator: str, tensors: Mapping[str, Tensor], attrs: Mapping[str, Any], implementation: str | None = None
@@ -229,8 +232,8 @@ def calibrate(
         ) from None
     versions = ", ".join(f"{package} {version}" for package, version in bench.versions.items())
     device = Device(
-        name=name, backend=bench.backend, capability=bench.capability, memory_bytes=bench.memory_bytes,
-        bandwidth=_rounded(bandwidth),
+        name=name, backend=bench.backend, capability=bench.capability, processors=bench.processors,
+        memory_bytes=bench.memory_bytes, bandwidth=_rounded(bandwidth),
         gemm_rates={columns: _rates(rates) for columns, rates in gemms.items()}, few_rows_rates=_rates(few),
         unembed_rates=_rates(unembeddings), sampled_unembed_rates=_rates(sampled),
         attention_rates={name: _rates(rates) for name, rates in attention.items()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from mosaic.runtime.prefixes import Prefix
     from mosaic.runtime.request_table import RequestTable
 
-__all__ = ["Described", "describe"]
+__all__ = ["Described", "admitted", "describe"]
 
 
 class Described(NamedTuple):
@@ -47,12 +48,10 @@ class Described(NamedTuple):
 
     def sharing(self, table: RequestTable | None, withdrawing: ExitStack) -> Described:
         """Return the same with what it shares, which the stack gives back."""
-        if self.row is None or table is None or not self.row.shares:
+        if self.row is None or table is None or not self.row.shares or (prefixes := table.prefixes) is None:
             return self
         with interrupts_held():
-            prefix = table.prefix(self.prompt.cpu().long().numpy(), self.row.prefix, self.submission.priority)
-            if prefix is None:
-                return self
+            prefix = prefixes.open(self.prompt.cpu().long().numpy(), self.row.prefix, self.submission.priority)
             withdrawing.callback(prefix.drop)
         more = {HELD_EXTENTS: self.demand[HELD_EXTENTS] + prefix.extents}
         return self._replace(demand=self.demand | more, prefix=prefix)
@@ -69,3 +68,18 @@ def describe(
         return Described(submission, number, prompt, config, row.length, demand_of(row, table.holes), [], row)
     largest, length = largest_steps(config, arch, tokens, number), canvas_length(config, arch, tokens)
     return Described(submission, number, prompt, config, length, most_rows(largest), largest)
+
+
+def admitted(
+    described: Sequence[Described], table: RequestTable | None, has_room: Callable[[Sequence[Described]], bool],
+    withdrawing: ExitStack,
+) -> Sequence[Described] | None:  # fmt: skip
+    """Return the same with the prefixes that they share, if there is room for them; or without; or None. The stack gives back what
+    they share."""
+    found = [one.sharing(table, withdrawing) for one in described]
+    if has_room(found):
+        return found
+    shared = [one.prefix for one in found if one.prefix is not None and one.prefix.length]
+    for prefix in shared:
+        prefix.drop()
+    return found if shared and has_room(found) else None

@@ -16,19 +16,22 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 
 from mosaic.decoding.algorithms import expected_steps, longest_row, repeated_steps
 from mosaic.decoding.canvas import Canvas
 from mosaic.decoding.config import GenerationConfig, resolve, uncut, with_options
 from mosaic.decoding.deadlines import Deadlines
-from mosaic.decoding.described import Described, describe
+from mosaic.decoding.described import Described, admitted, describe
 from mosaic.decoding.generators import Generators
 from mosaic.decoding.live import LiveRequest, Submission
+from mosaic.decoding.pinned import Pins
 from mosaic.decoding.prompts import Prompt, check_prompt, is_integer, is_text, token_ids, tokenizer_of
-from mosaic.decoding.rows import TableRow, demand_of
+from mosaic.decoding.rows import TableRow
 from mosaic.decoding.scheduler import DELAY_MS, MOST_TOKENS, Scheduler
 from mosaic.decoding.streaming import OnStep, Step, Steps, Streamer
 from mosaic.decoding.tabled import ServedSteps, TabledRequest
+from mosaic.decoding.warm import Warmed, make_warm
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.models.parts import REQUESTS
 from mosaic.models.step import MAX_TOKENS, StepSize
@@ -65,6 +68,11 @@ class Session(ClosesOnExit):
     max_delay_ms
         How long a step with chunks of prompts may take, by the last ones on a device or its plan, unless it is longer without them.
 
+    Attributes
+    ----------
+    warmed
+        What the last `warm` has made, and what it has taken.
+
     Raises
     ------
     UsageError
@@ -96,6 +104,7 @@ class Session(ClosesOnExit):
         self._given = WeakSet[LiveRequest]()  # live and ended requests
         self._untold = Steps()  # of calls of `advance` that raised
         self._submitted = self._turns = 0
+        self.warmed: Warmed | None = None
         self._closed = self._giving = False
         self._deadlines = Deadlines()
         self._read: Tokenizer | None = None
@@ -105,6 +114,8 @@ class Session(ClosesOnExit):
         limits = max_num_batched_tokens, max_delay_ms
         self._scheduler = self._shared.table = None if self._table is None else Scheduler(runner, self._table, *limits)
         self._generators, self._tabled_last = Generators(runner, max_delay_ms), False
+        self.prefixes = Pins(runner, self._table, self._has_room, self._compute, self._tokenizer)
+        """Pins first tokens of prompts, and loads saved ones."""
 
     @property
     def live(self) -> tuple[LiveRequest, ...]:
@@ -136,7 +147,7 @@ class Session(ClosesOnExit):
         tokens
             Positions of a request at most, prompt and answer.
         progress
-            Called with a line for each step; by default the library's log.
+            Called with a line for each kernel that is compiled, each step, and what was made; by default the library's log.
 
         Returns
         -------
@@ -161,25 +172,15 @@ class Session(ClosesOnExit):
             if self._closed:
                 raise UsageError("the session is closed: open another one.")
             rows = [longest_row(self._runner, self._table, with_options(one, options), tokens) for one in configs]
-            scheduler, table = self._scheduler, self._table
-            assert scheduler is not None and table is not None  # a request has a row
-            count = scheduler.foresee(rows, requests)
-            if not count:
-                self._runner.check(scheduler.sizes(rows, more := demand_of(rows[0], table.holes)), more=more)
-            ladder = scheduler.ladder(rows)
-        for number, (shape, kept) in enumerate(ladder, start=1):
-            progress(f"step {number} of {len(ladder)}: {shape.room}")
-            with interrupts_held(), self._runner.exclusive(), interrupts_let_through():
-                table.rehearse(shape, kept)
-        with interrupts_held(), self._runner.exclusive():
-            table.rest()
-            table.freeze()
-        return count
+        assert self._scheduler is not None and self._table is not None  # a request has a row
+        self.warmed = make_warm(self._runner, self._scheduler, self._table, rows, requests, progress)
+        progress(str(self.warmed))
+        return self.warmed.requests
 
     def admits(self, *submissions: Submission) -> bool:
         """Return whether every future step fits the budget, with all that is live and these requests added; as for `submit`."""
         with interrupts_held(), self._runner.exclusive(), ExitStack() as withdrawing, interrupts_let_through():
-            return self._admitted(self._described(submissions), withdrawing) is not None
+            return admitted(self._described(submissions), self._table, self._has_room, withdrawing) is not None
 
     def submit(
         self, prompt: Prompt, config: GenerationConfig | None = None, *, request_id: int | None = None,
@@ -207,14 +208,14 @@ class Session(ClosesOnExit):
         with interrupts_held() as raise_pending, self._runner.exclusive(), ExitStack() as withdrawing:
             with interrupts_let_through():
                 described = self._described(submissions)
-                admitted = self._admitted(described, withdrawing)
-                if admitted is None:
+                found = admitted(described, self._table, self._has_room, withdrawing)
+                if found is None:
                     self._refuse(described)
-                    admitted = described
-                for one in () if self._live else admitted:
+                    found = described
+                for one in () if self._live else found:
                     if steps := repeated_steps(one.config, one.largest):
                         self._runner.place(*steps)
-            started = [self._made(one) for one in admitted]
+            started = [self._made(one) for one in found]
             for request in started:
                 withdrawing.callback(self.cancel, request)
                 self._start(request)
@@ -250,16 +251,6 @@ class Session(ClosesOnExit):
         """The tokenizer of the model's directory, read once."""
         self._read = self._read or tokenizer_of(getattr(self._runner, "model", None))
         return self._read
-
-    def _admitted(self, described: Sequence[Described], withdrawing: ExitStack) -> Sequence[Described] | None:
-        """The same with the prefixes that they share, if there is room for them; or without; or None. The stack gives them back."""
-        found = [one.sharing(self._table, withdrawing) for one in described]
-        if self._has_room(found):
-            return found
-        shared = [one.prefix for one in found if one.prefix is not None and one.prefix.length]
-        for prefix in shared:
-            prefix.drop()
-        return found if shared and self._has_room(found) else None
 
     def _has_room(self, more: Sequence[Described]) -> bool:
         """Whether each step that live requests of all sessions and `more` may share fits."""
@@ -462,6 +453,16 @@ class Session(ClosesOnExit):
         if raised:
             raise raised[0]
 
+    def _compute(self, prompt: Tensor) -> None:
+        """Let a request with a prompt come and end; the next call of `advance` returns what steps did meanwhile."""
+        request, told = self.submit(prompt, gen_length=self._runner.architecture.block, stop_at_eos=False), Steps()
+        try:
+            while request.generation is None:
+                told.add(self.advance())
+        finally:
+            told.add(self._untold)
+            self._untold = told
+
     def cancel(self, request: LiveRequest) -> None:
         """End a request now: what is final becomes its `generation`. A request that has ended stays as it is.
 
@@ -487,5 +488,6 @@ class Session(ClosesOnExit):
             self._closed = True
             if self._table is not None:
                 ending.callback(self._table.close)
+                ending.callback(self.prefixes.close)
             for request in reversed(self.live):
                 ending.callback(self.cancel, request)

@@ -16,7 +16,7 @@ from mosaic.planner.planner import Planner
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.engine import Engine
 from mosaic.runtime.executor import Debug
-from mosaic.runtime.opening import usable_device
+from mosaic.runtime.opening import current_card, usable_device
 from mosaic.units import Size, parse_tokens
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def compile(
     capture: bool = True,
     threads: int | None = None,
     batch_invariant: bool = False,
+    warm: Mapping[str, Any] | None = None,
     debug: Debug = None,
     seed: int = 0,
 ) -> CompiledModel: ...
@@ -73,6 +74,7 @@ def compile(
     capture: bool = True,
     threads: int | None = None,
     batch_invariant: bool = False,
+    warm: Mapping[str, Any] | None = None,
     debug: Debug = None,
     seed: int = 0,
 ) -> CompiledModel | CompiledProgram:
@@ -110,6 +112,9 @@ def compile(
     batch_invariant
         Take only kernels for which a request's results are bit for bit independent of the other requests of its step.
         On a CPU in float32 all kernels are; on a card a step takes longer (docs/decoding.md).
+    warm
+        For a model on a card: compile the kernels of a session's steps before the weights are loaded, or find them on disk. The
+        parameters of `Session.warm` by name, such as {"requests": 64, "tokens": 32768}; {} takes their defaults.
     debug
         "poison" fills every buffer with NaN before and after its lifetime, and a step that changes a weight raises.
     seed
@@ -133,6 +138,10 @@ def compile(
     """
     if not isinstance(batch_invariant, bool):
         raise UsageError(f"batch_invariant: expected True or False, got {batch_invariant!r}.")
+    if warm is not None and not isinstance(warm, Mapping):
+        raise UsageError(
+            f"warm: expected parameters of Session.warm by name, such as {{'requests': 64}}, got {warm!r}."
+        )
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise UsageError(f"seed: expected an integer, got {seed!r}.")
     if not isinstance(model, str | Path | Mapping | Model | nn.Module):
@@ -141,9 +150,9 @@ def compile(
             program_of,
         )
 
-        if dtype is not None or max_tokens is not None or threads is not None or batch_invariant:
+        if dtype is not None or max_tokens is not None or threads is not None or batch_invariant or warm is not None:
             raise UsageError(
-                "a program has its own dtypes and sizes: leave dtype, max_tokens, threads and batch_invariant out."
+                "a program has its own dtypes and sizes: leave dtype, max_tokens, threads, batch_invariant and warm out."
             )
         program = Planner(program_of(model), device=usable_device(device), budget=budget, host_budget=host_budget)
         return CompiledProgram(
@@ -165,8 +174,15 @@ def compile(
         described, device=usable_device(device), budget=budget, host_budget=host_budget,
         pinned=None if module is None else {"stream": "none"}, batch_invariant=batch_invariant,
     )  # fmt: skip
+    first = StepSize(windows=(longest,), rows=longest)
+    if warm is not None and planner.device.backend == "cuda":
+        with (
+            CompiledModel(Engine(planner, first, config=config, ahead=current_card())) as ahead,
+            ahead.session() as session,
+        ):
+            session.warm(**warm)
     engine = Engine(
-        planner, StepSize(windows=(longest,), rows=longest), given=None if module is None else dict(module.state_dict()),
+        planner, first, given=None if module is None else dict(module.state_dict()),
         config=config, capture=capture, threads=threads, debug=debug, seed=seed,
     )  # fmt: skip
     return CompiledModel(engine)

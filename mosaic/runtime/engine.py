@@ -36,6 +36,7 @@ from mosaic.runtime.weight_store import WeightStore
 from mosaic.runtime.workspace import HOST
 
 if TYPE_CHECKING:
+    from mosaic.kernels.card import Card
     from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner, SizedStep
     from mosaic.runtime.divided import Results
@@ -56,10 +57,7 @@ _log = logging.getLogger(__name__)
 
 
 class Ran(NamedTuple):
-    """A step that was launched.
-
-    `outputs` by name are valid until the next step; of a step of two graphs they, and the plan, are the second's.
-    """
+    """A launched step: outputs by name, valid until the next one, and the plan; of a step of two graphs, those of the second."""
 
     outputs: Mapping[str, Tensor]
     plan: Plan
@@ -75,8 +73,8 @@ class Engine:
     first
         The step whose plan decides where weights are loaded.
     given
-        A model's own parameters by name, adopted without a copy; or a program's weights, which are copied. If not
-        given, a model's weights are loaded from its directory and a program's are drawn at random.
+        A model's own parameters by name, adopted without a copy; or a program's weights, which are copied. If not given, a model's
+        weights are loaded from its directory and a program's are drawn at random.
     config
         Settings that every plan takes instead of searching.
     capture
@@ -87,6 +85,8 @@ class Engine:
         As for `Executor`.
     seed
         For random weights.
+    ahead
+        Plan steps for this card, and run none: it need not be there, and weights are not loaded.
 
     Attributes
     ----------
@@ -119,8 +119,9 @@ class Engine:
         threads: int | None = None,
         debug: Debug = None,
         seed: int = 0,
+        ahead: Card | None = None,
     ) -> None:
-        self._on_cuda = planner.device.backend == "cuda"
+        self.ahead, self._on_cuda = ahead, planner.device.backend == "cuda" and ahead is None
         if threads is not None and self._on_cuda:
             raise UsageError("threads are those of a CPU's operations: leave them out, or use device='cpu'.")
         self.planner, self.debug, self._capture = planner, debug, capture and self._on_cuda
@@ -131,8 +132,7 @@ class Engine:
         self._tables: dict[State, RowTable] = {}
         self._fresh: dict[State, list[Span]] = {}  # of a poisoned model: rows handed out since the last step
         self._lost: Recent[Hashable, float] = Recent(KEPT_SIZES)
-        self._rehearsed = set[Hashable]()
-        self._placed = Recent[Hashable, bool](KEPT_SIZES)
+        self._rehearsed, self._placed = set[Hashable](), Recent[Hashable, bool](KEPT_SIZES)
         self._planned, self._counted = Recent[Hashable, bool](KEPT_SIZES), HostCopy()
         self.shared = WeakSet[SharedSizes]()
         self.held = HeldValues()
@@ -146,16 +146,17 @@ class Engine:
         self.current, self.turns = plan, Turns(self.device)
         self._running = first
         self._streams = shared_streams(self.device.index) if self._on_cuda else None
-        self.workspace = open_workspace(planner)
+        self.workspace = open_workspace(planner, ahead=ahead is not None)
         self._divided: Divided | None = None
         self._memory = StepMemory(self.workspace, self._tables.values(), self._handed_out.empty, self._finish_divided)
-        self._graphs = graph_memory(plan, planner.budget_bytes, self.device, self._set_aside)
+        self._graphs = graph_memory(plan, planner, self.device, self._set_aside)
         self.weights = WeightStore(planner, self.workspace, self.device, seed=seed)
         try:
             for fixed in ("context", "library"):
                 self.workspace.ledger.charge(fixed, plan.components[fixed])
             self.plans.settle_on(plan)
-            self.weights.fill(plan, given)
+            if ahead is None:
+                self.weights.fill(plan, given)
         except BaseException:
             self.close()
             raise
@@ -211,6 +212,11 @@ class Engine:
             for state, count in more.items()
         }
         return before | with_more
+
+    def commit_rows(self, table: RowTable, row_bytes: int) -> None:
+        """Let all rows of a state be memory before a step needs them, as `StepMemory.commit_rows`."""
+        self._memory.commit_rows(table, row_bytes)
+        self._poison_fresh_rows()
 
     def scattered(self, sizes: Iterable[StepSize]) -> list[StepSize]:
         """Return the same steps with as many extents of rows as their sequences may come to have; `exact` ones have them."""
@@ -348,8 +354,7 @@ class Engine:
 
         Copies are needed if another thread may run a step before the caller's next one.
         """
-        alone = self.turns.is_alone
-        if alone and self._on_cuda:
+        if (alone := self.turns.is_alone) and self._on_cuda:
             self._handed_out.hold(outputs)
         return alone
 
@@ -422,12 +427,10 @@ class Engine:
 
     def _all_fit(self) -> bool:
         sizes = next(iter(self.shared)).beside([], rows=True) if self.shared else []
-        tables = [one.table for one in self.shared if one.table is not None]
-        return (
-            all(map(self.plans.fits_exactly, self._running.graphs))
-            and self.plans.fits(self.scattered(sizes), self.states)
-            and all(table.stands() for table in tables)
-        )
+        if not all(map(self.plans.fits_exactly, self._running.graphs)):
+            return False
+        others = self.plans.fits(self.scattered(sizes), self.states)
+        return others and all(one.table.stands() for one in self.shared if one.table is not None)
 
     def trim(self) -> None:
         """Give back memory that neither the last step nor owners of rows need. Outputs that are lent are emptied."""

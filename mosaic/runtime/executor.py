@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -322,12 +322,20 @@ class Executor:
     def _walk(self, calls: Iterable[tuple[Step, Arguments]] | None = None) -> None:
         step = None
         try:
-            for step, arguments in self._listed() if calls is None else calls:
-                step.call(**arguments)
+            with nullcontext() if self._warm or self.document.get("backend") != "cuda" else _kernels_kept():
+                for step, arguments in self._listed() if calls is None else calls:
+                    step.call(**arguments)
         except Exception as error:
             assert step is not None
             error.add_note(f"in op {step.op} ({step.name}) of the plan")
             raise
+
+
+def _kernels_kept() -> AbstractContextManager[None]:
+    """Take kernels from this user's folder, and keep there what is compiled."""
+    from mosaic.kernels.cuda.shared.kept import kernel_folder
+
+    return kernel_folder().in_force()
 
 
 @contextmanager

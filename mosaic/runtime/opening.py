@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from mosaic.devices import GRAPH_BYTES
+from mosaic.devices import GRAPH_BYTES, load_device
 from mosaic.errors import MissingExtra, PlanFormatError, UsageError
+from mosaic.kernels.card import Card, card_ahead
 from mosaic.registrar.operators.kv_attention import HOPPER
 from mosaic.runtime.graph_memory import MOST_BYTES, SHARE, GraphMemory
 from mosaic.runtime.ledger import DeviceLedger
@@ -25,7 +26,16 @@ if TYPE_CHECKING:
     from mosaic.planner.planner import Planner
     from mosaic.registrar.operator import Implementation, Operator
 
-__all__ = ["card_capability", "graph_memory", "in_use", "open_workspace", "refuse_other_cards", "usable_device"]
+__all__ = [
+    "card_capability",
+    "current_card",
+    "device_ahead",
+    "graph_memory",
+    "in_use",
+    "open_workspace",
+    "refuse_other_cards",
+    "usable_device",
+]
 
 OLDEST: Final = 80
 """Compute capability of the oldest cards that every kernel is compiled and tested for."""
@@ -42,8 +52,6 @@ def usable_device(device: Device | str | None) -> Device:
     UsageError
         If PyTorch sees no card, or one that is older than any kernel is compiled for.
     """
-    from mosaic.devices import load_device
-
     profile = load_device("cpu" if device is None else device)
     if profile.backend != "cuda":
         return profile
@@ -55,7 +63,48 @@ def usable_device(device: Device | str | None) -> Device:
             f"{torch.cuda.get_device_name()} has compute capability {capability / 10}, the kernels need {OLDEST / 10} (Ampere) or "
             "later; use device='cpu'."
         )
-    profile = replace(profile, capability=capability if _has_kernels_of(capability) else 0)
+    return _with_installed(replace(profile, capability=capability))
+
+
+def card_capability() -> int:
+    """Return the compute capability of the current card, 90 for sm_90; 0 if PyTorch sees none. For launches ahead, of theirs."""
+    ahead = card_ahead()
+    if ahead is not None:
+        return ahead.capability
+    if not torch.cuda.is_available():
+        return 0
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def current_card() -> Card:
+    """Return what launchers ask of the current card."""
+    return Card(card_capability(), torch.cuda.get_device_properties().multi_processor_count)
+
+
+def device_ahead(device: Device | str | None) -> tuple[Device, Card]:
+    """Return the profile of a card that need not be there, with the implementations that this environment has, and what launchers
+    ask of the card.
+
+    Raises
+    ------
+    UsageError
+        If it is no card, or kernels are not compiled for it.
+    """
+    profile = load_device(device)
+    if profile.backend != "cuda":
+        raise UsageError(f"the device '{profile.name}' is no CUDA card: it has no kernels to compile.")
+    if profile.capability < OLDEST:
+        raise UsageError(
+            f"the profile '{profile.name}' has capability {profile.capability}, kernels are compiled for {OLDEST} (Ampere) and "
+            "later: write `capability = 90` (sm_90) or the like into it."
+        )
+    return _with_installed(profile), Card(profile.capability, profile.processors)
+
+
+def _with_installed(profile: Device) -> Device:
+    """A profile with only the implementations that are installed."""
+    profile = profile if _has_kernels_of(profile.capability) else replace(profile, capability=0)
     if "cudnn" not in profile.attention_rates:
         return profile
     from mosaic.kernels.cuda.attention_cudnn import available
@@ -66,14 +115,6 @@ def usable_device(device: Device | str | None) -> Device:
     _log.warning("attention runs on Triton, which is slower: %s", found.reason)
     rates = {name: table for name, table in profile.attention_rates.items() if name != "cudnn"}
     return replace(profile, attention_rates=rates or {"triton": profile.attention_rates["cudnn"]})
-
-
-def card_capability() -> int:
-    """Return the compute capability of the current card, 90 for sm_90; 0 if PyTorch sees none."""
-    if not torch.cuda.is_available():
-        return 0
-    major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor
 
 
 def _has_kernels_of(capability: int) -> bool:
@@ -104,12 +145,13 @@ def refuse_other_cards(operator: Operator, way: Implementation) -> None:
     )
 
 
-def open_workspace(planner: Planner) -> Workspace:
-    """Return the pages of the device and of the host that the plans are for, within the planner's budgets."""
+def open_workspace(planner: Planner, *, ahead: bool = False) -> Workspace:
+    """Return the pages of the device and of the host that the plans are for, within the planner's budgets; `ahead` of a device
+    that is not there, none of which is touched."""
     device = planner.device
     ledger = DeviceLedger(planner.budget_bytes, device.name)
     host_ledger = DeviceLedger(planner.host_budget_bytes, "host")
-    if device.backend == "cpu":
+    if device.backend == "cpu" or ahead:
         # Users hold views of outputs: one that outlives its memory reads zeros instead of ending the process.
         pool = PagePool(ledger, page_bytes=device.page_bytes, released="read")
         return Workspace(pool=pool, host=PagePool(host_ledger, page_bytes=device.page_bytes))
@@ -123,16 +165,19 @@ def open_workspace(planner: Planner) -> Workspace:
     return Workspace(pool=CudaPool(driver, ledger, page_bytes=device.page_bytes), host=host)
 
 
-def graph_memory(plan: Plan, budget_bytes: int, device: torch.device, set_aside: Callable[[int], bool]) -> GraphMemory:
-    """Return what keeps the captured graphs of a device; a CPU has none."""
-    if device.type == "cpu":
+def graph_memory(plan: Plan, planner: Planner, device: torch.device, set_aside: Callable[[int], bool]) -> GraphMemory:
+    """Return what keeps the captured graphs of a device; a CPU has none, but sets as much aside where plans are for a card."""
+    if planner.device.backend == "cpu":
         return GraphMemory(most_bytes=0)
-    shared_streams(device.index).load_for_captures()
     reserved = min(GRAPH_BYTES, plan.components["context"])
-    left = budget_bytes - sum(plan.components[fixed] for fixed in ("context", "library", "weights"))
+    left = planner.budget_bytes - sum(plan.components[fixed] for fixed in ("context", "library", "weights"))
+    most = min(MOST_BYTES, max(left // SHARE, reserved))
+    if device.type == "cpu":
+        return GraphMemory(set_aside=set_aside, most_bytes=most, reserved_bytes=reserved)
+    shared_streams(device.index).load_for_captures()
     return GraphMemory(
         lambda: torch.cuda.mem_get_info(device)[0], lambda: torch.cuda.synchronize(device), set_aside=set_aside,
-        most_bytes=min(MOST_BYTES, max(left // SHARE, reserved)), reserved_bytes=reserved,
+        most_bytes=most, reserved_bytes=reserved,
     )  # fmt: skip
 
 

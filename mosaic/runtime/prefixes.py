@@ -98,12 +98,7 @@ class Prefixes:
 
     def units(self, tokens: NDArray[np.int64]) -> int:
         """Return how many first tokens are kept with their keys, whole units."""
-        found = 0
-        for run, count in self.match(tokens, len(tokens), None):
-            found += count
-            if run.ready < count:
-                break
-        return found * self.unit
+        return _ready(self.match(tokens, len(tokens), None)) * self.unit
 
     def match(self, tokens: NDArray[np.int64], most: int, priority: int | None) -> list[tuple[_Run, int]]:
         """Return the runs that tokens begin with, and how many units of each; with a priority only those that a request of it may
@@ -243,12 +238,7 @@ class Prefix:
     @property
     def ready(self) -> int:
         """Tokens of the shared rows whose keys are written, from the first on."""
-        found = 0
-        for run, count in self._taken:
-            found += min(run.ready, count)
-            if run.ready < count:
-                break
-        return found * self._prefixes.unit
+        return _ready(self._taken) * self._prefixes.unit
 
     @property
     def waits(self) -> bool:
@@ -288,3 +278,13 @@ class Prefix:
             self._prefixes.trim(run)
         self._own.clear()
         self._taken.clear()
+
+
+def _ready(runs: list[tuple[_Run, int]]) -> int:
+    """How many units, from the first on, have their keys."""
+    found = 0
+    for run, count in runs:
+        found += min(run.ready, count)
+        if run.ready < count:
+            break
+    return found

@@ -29,7 +29,8 @@ from mosaic.runtime.host_copy import HostCopy
 from mosaic.runtime.host_inputs import Numbers
 from mosaic.runtime.interrupts import interrupts_held
 from mosaic.runtime.packing import PackedStep
-from mosaic.runtime.prefixes import Prefix, Prefixes
+from mosaic.runtime.prefix_files import SavedPrefixes
+from mosaic.runtime.prefixes import Prefixes
 from mosaic.runtime.recent import Recent
 
 if TYPE_CHECKING:
@@ -178,6 +179,11 @@ class RequestTable:
         return self._engine.current.config.get("stream", "none") != "none"
 
     @property
+    def engine(self) -> Engine:
+        """The engine of the model."""
+        return self._engine
+
+    @property
     def holes(self) -> int:
         """Runs of rows of keys that nobody owns: a request's keys come to lie in one extent more, at most."""
         return len(self._engine.table(KV).free)
@@ -187,13 +193,17 @@ class RequestTable:
         """The rows that the first request to enter takes for the table."""
         return 0 if self.is_open else len(self.columns)
 
-    def prefix(self, tokens: NDArray[np.int64], most: int, priority: int) -> Prefix | None:
-        """Return the longest kept prefix of a request's tokens, at most `most` of them; None if its caller may write into the
-        model's weights: kept keys might be those of other weights."""
+    @property
+    def prefixes(self) -> Prefixes | None:
+        """What requests share; None if attention sees both ways, or the caller may write into the model's weights: kept keys might
+        be those of other weights."""
         weights = self._engine.weights
-        if self._prefixes is None or weights.shown or weights.adopted:
-            return None
-        return Prefix(self._prefixes, tokens, most, priority)
+        return None if weights.shown or weights.adopted else self._prefixes
+
+    @property
+    def saved_prefixes(self) -> SavedPrefixes | None:
+        """The same, for keeping and saving some."""
+        return None if self.prefixes is None else SavedPrefixes(self._engine, self.prefixes)
 
     def _open(self) -> None:
         """Take the session's rows; nobody's, until requests enter."""

@@ -87,6 +87,22 @@ class StepMemory:
             grow()
         self._served.find(self._now(plan), lambda: plan)
 
+    def commit_rows(self, table: RowTable, row_bytes: int) -> None:
+        """Commit the rows of a state. If there is no room, all other memory of steps is given back.
+
+        Raises
+        ------
+        DoesNotFit
+            If the rows do not fit even so.
+        """
+        self.row_bytes.setdefault(table.pool, row_bytes)
+        sizes = self._owned() | {table.pool: table.rows * row_bytes}
+        try:
+            self._workspace.commit_all(sizes, holes=self._holes())
+        except (DoesNotFit, RuntimeMemoryError):
+            self._leave({WORKSPACE: 0, **sizes})
+            self._workspace.commit_all(sizes, holes=self._holes())
+
     def commit_apart(self, plan: Plan) -> bool:
         """Commit a plan's memory with the range `APART` for its workspace; return whether there is so much beside all others'."""
         sizes = {APART if name == WORKSPACE else name: size for name, size in plan.pools.items() if name != "weights"}

@@ -194,7 +194,8 @@ class _Server:
             return await self._streamed(reply, answers, headers)
         texts = await self._whole(request, answers)
         return JSONResponse(
-            reply.whole(texts, [reason or "" for reason in answers.reasons], answers.tokens, answers.cached_tokens), headers=headers
+            reply.whole(texts, [reason or "" for reason in answers.reasons], answers.tokens, answers.cached_tokens),
+            headers=headers,
         )
 
     def _check(self, question: Question) -> None:

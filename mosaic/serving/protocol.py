@@ -134,7 +134,9 @@ class Reply:
 
     def last(self, tokens: int, cached: int) -> dict[str, Any]:
         """The piece that has the usage alone."""
-        return self._object("chat.completion.chunk" if self.question.chat else "", []) | {"usage": self.usage(tokens, cached)}
+        return self._object("chat.completion.chunk" if self.question.chat else "", []) | {
+            "usage": self.usage(tokens, cached)
+        }
 
     def usage(self, tokens: int, cached: int) -> dict[str, Any]:
         """Tokens of the prompts, of which so many were cached, and of the answers."""

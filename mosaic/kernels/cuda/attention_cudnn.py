@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import GraphError, MissingExtra, RuntimeMemoryError
+from mosaic.kernels.card import card_ahead
 from mosaic.registrar.operators.attention import CUDNN_WORKSPACE_BYTES
 
 GRAPHS: Final = 128
@@ -178,6 +179,8 @@ def launch(
             f"attention: cuDNN's graphs serve one sequence whose queries see all of it; this {has}. "
             f"Plan the step with implementation 'triton'."
         )
+    if card_ahead() is not None:
+        return  # none of its kernels is Triton's
     device = q.device.index
     shape = _Shape(
         q.shape[0], k.shape[0], heads, kv_heads, head_size,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mosaic.errors import MissingExtra
+from mosaic.kernels.card import card_ahead
 
 try:
     import triton
@@ -79,13 +80,16 @@ def since(tables: Mapping[int, T], operand: Tensor) -> T:
 
 def has_descriptors(x: Tensor, weight: Tensor) -> bool:
     """Tell whether the GPU loads tiles by descriptor and these matrices are aligned to the 16 bytes that it asks for."""
-    if TensorDescriptor is None or not x.is_cuda or x.element_size() != 2 or not since(DESCRIBED, x):
+    if TensorDescriptor is None or x.element_size() != 2 or not since(DESCRIBED, x):
         return False
     return all(t.data_ptr() % 16 == 0 and 2 * t.stride(0) % 16 == 0 for t in (x, weight))
 
 
 def capability(operand: Tensor) -> int:
     """Compute capability of the operand's device; 0 where it is no GPU (the interpreter)."""
+    ahead = card_ahead()
+    if ahead is not None:
+        return ahead.capability
     return _capability(operand.device) if operand.is_cuda else 0
 
 
@@ -97,6 +101,9 @@ def _capability(device: torch.device) -> int:
 
 def processors(device: torch.device) -> int:
     """Count the multiprocessors of a device."""
+    ahead = card_ahead()
+    if ahead is not None:
+        return ahead.processors
     return _processors(device) if device.type == "cuda" else PROCESSORS
 
 
