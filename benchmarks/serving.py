@@ -6,9 +6,9 @@
 
 `at-once` submits some requests together (`benchmarks.at_once`), `mixed` serves random traffic queued and as it comes
 (`benchmarks.traffic`), `delay` lets a long prompt come to running requests and `prefill` long prompts to an idle session
-(`benchmarks.prompts`), `memory` serves more than there is room for, for `--minutes`, `ablation` does so without parts of the
-engine (`benchmarks.overload`), and `job` answers a file of prompts (`benchmarks.jobs`). A step is one call of `advance`. Weights
-are random. Writes `serving-<what>-<model>-<device>.json`.
+(`benchmarks.prompts`), `prefix` has requests begin alike (`benchmarks.shared_prefixes`), `memory` serves more than there is room
+for, for `--minutes`, `ablation` does so without parts of the engine (`benchmarks.overload`), and `job` answers a file of prompts
+(`benchmarks.jobs`). A step is one call of `advance`. Weights are random. Writes `serving-<what>-<model>-<device>.json`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from benchmarks.overload import ABLATION, LOOKED, MEMORY, ablated, ablation_row,
 from benchmarks.prompts import BEFORE, DELAY, PREFILL, delay_row, delays, prefill_row, prefills
 from benchmarks.prompts import PASSES as PREFILLS
 from benchmarks.record import environment, source_line, table, write
+from benchmarks.shared_prefixes import ADMITTED, OWN, PREFIXES, prefix_row, prefixes
 from benchmarks.traffic import MIXED, POLICIES, mixed, mixed_row, policies_of
 from mosaic.devices import load_device
 from mosaic.errors import DoesNotFit
@@ -79,6 +80,17 @@ def _prefill_points(model: Model, asked: argparse.Namespace) -> Iterator[dict[st
         yield from prefills(compiled, load_device(asked.device), asked.lengths, asked.chunk, **asked.options)
 
 
+def _prefix_points(model: Model, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    sizes = {
+        "long": max(asked.lengths),
+        "prefix": min(asked.lengths),
+        "count": asked.counts[-2:][0],
+        "live": asked.counts[-1],
+    }
+    with _compiled(model, asked) as compiled:
+        yield from prefixes(compiled, **sizes, answer=asked.answer, **asked.options)
+
+
 def _memory_points(model: Model, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with _compiled(model, asked) as compiled:
         yield overloaded(compiled, 60 * asked.minutes, warm=asked.warm, **_traffic_of(model, asked))
@@ -120,6 +132,11 @@ MEASURES: Final = {
         "that decides, without that step",
         _prefill_points, PREFILL, prefill_row,
     ),
+    "prefix": Measure(
+        f"first blocks are the median of {PREFILLS} passes, after {WARMING} that are not counted, those together of a second one, "
+        f"admission of {ADMITTED} requests; each prompt has {OWN} tokens of its own behind the prefix",
+        _prefix_points, PREFIXES, prefix_row,
+    ),
     "memory": Measure(
         f"one run; the driver's counter is read every {LOOKED} steps, pages are compared after each", _memory_points, MEMORY,
         memory_row,
@@ -147,8 +164,8 @@ def rows_of(result: Mapping[str, Any]) -> Iterator[list[str]]:
 
 _TITLES: Final = {
     "at-once": "Requests that are submitted together", "mixed": "Random traffic", "delay": "A long prompt beside running requests",
-    "prefill": "Prompts in chunks", "memory": "More traffic than there is room for", "job": "Jobs of many prompts",
-    "ablation": "Without parts of the engine",
+    "prefill": "Prompts in chunks", "prefix": "Prompts that begin alike", "memory": "More traffic than there is room for",
+    "job": "Jobs of many prompts", "ablation": "Without parts of the engine",
 }  # fmt: skip
 
 
@@ -173,9 +190,17 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt, of requests at once")
     parser.add_argument("--answer", type=int, default=256, help="tokens of each answer, of requests at once")
     parser.add_argument(
-        "--long", type=parse_tokens, default=16384, help="tokens of the prompt that comes to running requests"
+        "--long",
+        type=parse_tokens,
+        default=16384,
+        help="tokens of the prompt that comes to running requests",
     )
-    parser.add_argument("--lengths", type=token_counts, default=(4096, 8192, 16384), help="of prefills")
+    parser.add_argument(
+        "--lengths",
+        type=token_counts,
+        default=(4096, 8192, 16384),
+        help="of prefills; of prefixes, the shortest is shared, and the longest comes twice",
+    )
     parser.add_argument("--chunk", type=parse_tokens, default=2048, help="tokens of a chunk, of prefills")
     parser.add_argument("--requests", type=int, default=256, help="of traffic")
     parser.add_argument(

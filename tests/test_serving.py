@@ -12,7 +12,7 @@ import pytest
 from test_request_table import CONFIGS
 
 import mosaic
-from benchmarks import at_once, jobs, overload, prompts, serving, traffic
+from benchmarks import at_once, jobs, overload, prompts, serving, shared_prefixes, traffic
 from benchmarks.floor import Floor
 from benchmarks.record import table
 from benchmarks.served import Meter
@@ -130,6 +130,19 @@ def test_prefills_are_timed_whole_and_in_chunks(sdar: CompiledModel) -> None:
     assert points[0]["of_whole"] == points[2]["of_whole"] == 1 and all(point["of_floor"] > 1 for point in points)
     result = {"what": "prefill", "points": points}
     assert table(serving.header_of(result), [*serving.rows_of(result)]).count("\n") == 5
+
+
+def test_prefixes_are_measured_shared_and_not(sdar: CompiledModel) -> None:
+    """The long prompt comes twice; the requests that share have the rows of the prefix once, and cheaper admission has hits."""
+    points = [*shared_prefixes.prefixes(sdar, long=256, prefix=128, count=3, live=2, answer=8, **WAY)]
+    assert [(point["what"], point["shares"]) for point in points] == [
+        ("first block", False), ("first block", True), ("together", True), ("together", False), ("admission", True),
+        ("admission", False),
+    ]  # fmt: skip
+    assert [point["cached"] for point in points[:4]] == [0, 256, 128, 0]
+    assert [point["rows"] for point in points[2:4]] == [3 * (128 + 8) + 128, 3 * (128 + 128 + 8)]
+    result = {"what": "prefix", "points": points}
+    assert table(serving.header_of(result), [*serving.rows_of(result)]).count("\n") == 7
 
 
 def budgeted(model: CompiledModel, mib: float) -> CompiledModel:
