@@ -21,7 +21,7 @@ $(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
-	$(PIP) -e '.[solve,torch,viz,dev]'
+	$(PIP) -e '.[solve,torch,viz,serve,dev]'
 	@touch $@
 
 install: $(VENV)/.demo

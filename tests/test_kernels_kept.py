@@ -226,9 +226,19 @@ def test_steps_of_random_requests_ask_for_nothing_else_than_what_a_warm_session_
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("device", ["rtx-3090", "h100"])
+@pytest.mark.parametrize("device", ["rtx-3090", "h100", "sm_100", "sm_120"])
 def test_two_commands_at_once_fill_a_folder_and_every_launch_finds_its_kernel(tmp_path: Path, device: str) -> None:
-    limits = ("--device", device, "--max-requests", "2", "--ctx", "256", "--json")
+    profile = tmp_path / f"{device}.toml"
+    profile.write_text(f'name = "new"\ncapability = {device[3:]}\n')  # no profile of these ships
+    limits = (
+        "--device",
+        str(profile) if device.startswith("sm_") else device,
+        "--max-requests",
+        "2",
+        "--ctx",
+        "256",
+        "--json",
+    )
     command = ("-m", "mosaic", "warm", "small-sdar", *limits)
     both = [begin(tmp_path, *command) for _ in range(2)]
     made = [printed(process)["kernels"] for process in both]

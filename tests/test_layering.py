@@ -25,6 +25,7 @@ ALLOWED = {
     "calibration": {"registrar", "kernels", "runtime", "calibration", "devices", "files"},
     "decoding": {"registrar", "kernels", "runtime", "planner", "models", "decoding"},
     "jobs": {"runtime", "models", "decoding", "jobs", "devices", "files"},
+    "serving": {"runtime", "models", "decoding", "jobs", "serving"},
 }
 COMMON = {"errors", "units", "version"}
 # At call time, through the room above: a notebook's picture of an object, and `generate` of a compiled model.

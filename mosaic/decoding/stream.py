@@ -108,7 +108,12 @@ class Stream:
     @property
     def wants(self) -> bool:
         """Whether another entry can be `put`: none waits for room."""
-        return self._held is None and len(self._live) < self._most_live
+        return not self.holds and len(self._live) < self._most_live
+
+    @property
+    def holds(self) -> bool:
+        """Whether an entry waits for room."""
+        return self._held is not None
 
     def put(self, number: int, submissions: Sequence[Submission]) -> None:
         """Add an entry, if the stream wants one."""
@@ -136,6 +141,19 @@ class Stream:
         for entry in due:
             del self._entries[entry]
         return [_outcome(entry) for entry in due]
+
+    def cancel(self, number: int) -> None:
+        """End an entry, if it has no outcome yet: its outcome has what is final of the requests that were live."""
+        entry = next((entry for entry in self._entries if entry.number == number), None)
+        if entry is None or entry.ended:
+            return
+        entry.waiting.clear()
+        if self._held is entry:
+            self._held, self._refused = None, False
+        for request in entry.requests:
+            self._session.cancel(request)
+        self._note_ends()
+        self._ended = True
 
     def run(self, entries: Iterable[tuple[int, Sequence[Submission]]], *, ordered: bool = True) -> Iterator[Outcome]:
         """Yield the outcome of each entry, which are taken as they are needed; in their order, or as they end.

@@ -12,7 +12,7 @@ from mosaic.errors import MosaicError, UnknownName, UsageError
 from mosaic.jobs.lines import Answered
 from mosaic.jobs.sampling import CompletionOutput, SamplingParams
 
-__all__ = ["CHAT", "URLS", "answer_line", "answered", "check", "parameters"]
+__all__ = ["CHAT", "KEYS", "URLS", "answer_line", "answered", "check", "parameters"]
 
 CHAT: Final = "/v1/chat/completions"
 URLS: Final = ("/v1/completions", CHAT)
@@ -21,6 +21,8 @@ _PARAMS: Final = frozenset(entry.name for entry in fields(SamplingParams)) - {"e
 _OPTIONS: Final = frozenset(entry.name for entry in fields(GenerationConfig))
 _OF_CALLER: Final = frozenset({"model", "prompt", "messages", "user", "metadata", "store"})
 """Keys of a body that change no answer, and the prompt."""
+KEYS: Final = _PARAMS | _OPTIONS | _OF_CALLER | {"max_completion_tokens", "stream"}
+"""All keys of a body that have a meaning."""
 
 
 def check(found: Mapping[str, Any]) -> None:

@@ -79,7 +79,7 @@ def card_capability() -> int:
 
 def current_card() -> Card:
     """Return what launchers ask of the current card."""
-    return Card(card_capability(), torch.cuda.get_device_properties().multi_processor_count)
+    return Card(card_capability(), torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
 
 
 def device_ahead(device: Device | str | None) -> tuple[Device, Card]:

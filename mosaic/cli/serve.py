@@ -1,0 +1,57 @@
+"""`mosaic serve`: a model behind OpenAI's protocol."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mosaic.cli import decoding_options as o
+from mosaic.cli.output import note
+from mosaic.cli.request import own_dtype, require_torch
+from mosaic.errors import MissingExtra
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="A checkpoint directory, or small or small-sdar.")],
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; 0.0.0.0 for all of this machine's.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 for a free one.")] = 8000,
+    device: o.Where = "cpu",
+    budget: o.Budget = None,
+    host_budget: Annotated[str | None, typer.Option(help="Pinned host memory for weights; none if not given.")] = "0",
+    dtype: o.DType = None,
+    threads: o.Threads = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that are live at once, at most.")] = 256,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Prompts that wait for admission, at most.")] = 1024,
+    served_name: Annotated[str | None, typer.Option(help="The model's name in requests; its own if not given.")] = None,
+    api_key: Annotated[list[str] | None, typer.Option(help="Requests need one of these keys.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse keys of a body that have no meaning.")] = False,
+    warm: Annotated[
+        bool, typer.Option("--warm", help="Plan, compile and capture steps before the first request.")
+    ] = False,
+) -> None:
+    """Serve a model over HTTP with OpenAI's endpoints, its engine in a process of its own."""
+    require_torch("`mosaic serve`")
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise MissingExtra("uvicorn", "serve", "`mosaic serve`") from error
+    from mosaic.models import load
+    from mosaic.serving.app import create_app
+    from mosaic.serving.engine import EngineOptions
+    from mosaic.serving.supervisor import Limits
+
+    described = load(model)
+    options = EngineOptions(
+        model=model, max_num_seqs=max_num_seqs, warm=warm,
+        compile={
+            "device": device, "budget": budget, "host_budget": host_budget, "dtype": dtype or own_dtype(model, device),
+            "threads": threads,
+        },
+    )  # fmt: skip
+    name = served_name or described.name
+    app = create_app(described, name, options, Limits(max_waiting=max_waiting), keys=api_key or (), strict=strict)
+    note(f"serving {name} on http://{host}:{port}")
+    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=60)

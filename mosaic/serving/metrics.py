@@ -1,0 +1,86 @@
+"""`/metrics`: vLLM's names where the meaning is the same, and memory by pool, planned and committed, under `mosaic:`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from mosaic.errors import MissingExtra
+
+try:
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+except ImportError as error:
+    raise MissingExtra("prometheus-client", "serve", "`mosaic serve`") from error
+
+if TYPE_CHECKING:
+    from mosaic.serving.messages import Stepped
+
+__all__ = ["Metrics"]
+
+_SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class Metrics:
+    """What a server counts."""
+
+    def __init__(self, model: str) -> None:
+        self._registry = CollectorRegistry()
+        self._model = model
+        labels = ("model_name",)
+
+        def counter(name: str, text: str, *more: str) -> Counter:
+            return Counter(name, text, (*labels, *more), registry=self._registry)
+
+        def gauge(name: str, text: str, *more: str) -> Gauge:
+            return Gauge(name, text, (*labels, *more), registry=self._registry)
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(name, text, labels, registry=self._registry, buckets=_SECONDS)
+
+        self._running = gauge("vllm:num_requests_running", "Requests that are live.")
+        self._waiting = gauge("vllm:num_requests_waiting", "Prompts that wait for admission.")
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.")
+        self._tokens = counter("vllm:generation_tokens", "Tokens of answers.")
+        self._ended = counter("vllm:request_success", "Answers, by what ended them.", "finished_reason")
+        self._refusals = counter("vllm:admission_rejections", "Requests that were refused.", "reason")
+        self._steps = counter("vllm:diffusion_num_denoising_steps", "Steps of answers, commits included.")
+        self._committed = counter("vllm:diffusion_num_committed_tokens", "Tokens that became final.")
+        self._positions = counter("vllm:diffusion_num_canvas_positions", "Positions of blocks, summed over steps.")
+        self._first = histogram("vllm:time_to_first_token_seconds", "From the request to its first final tokens.")
+        self._whole = histogram("vllm:e2e_request_latency_seconds", "From the request to its end.")
+        self._memory = gauge("mosaic:memory_bytes", "Bytes by pool.", "pool", "kind")
+
+    def stepped(self, step: Stepped) -> None:
+        """Note the state of the engine after a step."""
+        self._running.labels(self._model).set(step.running)
+        self._waiting.labels(self._model).set(step.waiting)
+        self._positions.labels(self._model).inc(step.positions)
+        self._committed.labels(self._model).inc(
+            sum(len(ids) for answers in step.tokens.values() for ids in answers.values())
+        )
+        for pool, sizes in step.memory.items():
+            for kind, size in zip(("planned", "committed"), sizes, strict=True):
+                self._memory.labels(self._model, pool, kind).set(size)
+
+    def asked(self, tokens: int) -> None:
+        """Note a prompt of so many tokens."""
+        self._prompt_tokens.labels(self._model).inc(tokens)
+
+    def began(self, seconds: float) -> None:
+        """Note the first tokens of a request, so long after it came."""
+        self._first.labels(self._model).observe(seconds)
+
+    def answered(self, seconds: float, tokens: int, steps: int, reasons: list[str]) -> None:
+        """Note the end of a request: of its answers, tokens and steps in all, and what ended each."""
+        self._whole.labels(self._model).observe(seconds)
+        self._tokens.labels(self._model).inc(tokens)
+        self._steps.labels(self._model).inc(steps)
+        for reason in reasons:
+            self._ended.labels(self._model, reason).inc()
+
+    def refused(self, reason: str) -> None:
+        """Note a refusal."""
+        self._refusals.labels(self._model, reason).inc()
+
+    def text(self) -> bytes:
+        """Return all in Prometheus' text format."""
+        return generate_latest(self._registry)

@@ -1,0 +1,279 @@
+"""The engine's process seen from the server: asked and heard without waiting, and started again when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from mosaic.decoding.config import GenerationConfig
+from mosaic.errors import MosaicError
+from mosaic.serving.engine import EngineOptions, run_engine
+from mosaic.serving.messages import Asked, Cancelled, Ended, Ready, Stepped
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from mosaic.serving.messages import ToEngine, ToServer
+    from mosaic.serving.metrics import Metrics
+
+__all__ = ["Busy", "EngineFailed", "Limits", "Supervisor", "TooLarge"]
+
+Heard: TypeAlias = "dict[int, Sequence[int]] | Ended"
+"""What a prompt's caller hears: fresh tokens by answer, then the end."""
+_SOON_S: Final = 60.0
+"""An engine that fails again so soon after its start has failed for the same reason."""
+_MOST_FAILURES: Final = 3
+"""So many failures in a row, each soon after the start, end the attempts."""
+_log = logging.getLogger(__name__)
+
+
+class Busy(MosaicError):
+    """Too many requests wait; `seconds` says when to ask again."""
+
+    def __init__(self, message: str, seconds: int) -> None:
+        self.seconds = seconds
+        super().__init__(message)
+
+
+class TooLarge(MosaicError):
+    """A request that does not fit, with all of the memory its own."""
+
+
+class EngineFailed(MosaicError):
+    """The engine's process ended while it worked on a request, or does not start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a server takes.
+
+    Parameters
+    ----------
+    max_waiting
+        Prompts that wait for admission, at most.
+    max_body_bytes
+        Of a request.
+    """
+
+    max_waiting: int = 1024
+    max_body_bytes: int = 16 << 20
+
+
+@dataclass(slots=True, kw_only=True)
+class _Running:
+    """A prompt that the engine works on, and who listens."""
+
+    asked: Asked
+    heard: asyncio.Queue[Heard | MosaicError] = field(default_factory=asyncio.Queue)
+    told: bool = False
+    again: bool = False
+
+
+class Supervisor:
+    """Starts an engine, asks it, and starts it again if it ends.
+
+    All methods are called in the loop in which it was started.
+
+    Attributes
+    ----------
+    state
+        "starting", "ready", "failed" or "closed".
+    longest
+        The most positions of a request; 0 before the engine was ready.
+    restarts
+        How often the engine has been started again.
+    failure
+        Why it is not ready, after it has failed.
+    """
+
+    def __init__(self, options: EngineOptions, limits: Limits, metrics: Metrics) -> None:
+        self._options, self._limits, self._metrics = options, limits, metrics
+        self.state, self.failure = "starting", ""
+        self.longest = self.restarts = 0
+        self._numbers = self._failures = self._waiting = 0
+        self._running = dict[int, _Running]()
+        self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+        self._rate = _Rate()
+        self._changed = asyncio.Event()
+        self._process: Any = None
+        self._began_s = 0.0
+
+    @property
+    def pid(self) -> int | None:
+        """The process of the engine."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the engine's process; it is ready later."""
+        self._loop = asyncio.get_running_loop()
+        self.state, self._began_s = "starting", time.monotonic()
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        self._process = context.Process(target=run_engine, args=(self._options, theirs), name="engine")
+        self._process.start()
+        theirs.close()
+        self._outbox = queue.SimpleQueue()
+        for work, args in ((_send, (ours, self._outbox)), (self._receive, (ours, self._process))):
+            threading.Thread(target=work, args=args, daemon=True, name="engine").start()
+
+    async def ready(self) -> None:
+        """Wait until the engine is ready.
+
+        Raises
+        ------
+        EngineFailed
+            If it does not start.
+        """
+        while self.state == "starting":
+            self._changed.clear()
+            await self._changed.wait()
+        if self.state != "ready":
+            raise EngineFailed(self.failure or "the server is closed")
+
+    async def close(self) -> None:
+        """End the engine's process."""
+        self.state = "closed"
+        self._changed.set()
+        self._outbox.put(None)
+        process = self._process
+        if process is not None:
+            await asyncio.to_thread(process.join, 5.0)
+            if process.is_alive():
+                process.kill()
+                await asyncio.to_thread(process.join)
+
+    async def answer(
+        self, prompt: Sequence[int], config: GenerationConfig, *, answers: int, draws: int
+    ) -> AsyncGenerator[Heard, None]:
+        """Yield fresh tokens by answer as they become final, and the end. Whoever stops listening cancels the request.
+
+        Raises
+        ------
+        Busy
+            If too many wait.
+        TooLarge
+            If it does not fit.
+        EngineFailed
+            If the engine has ended after it had told something of this request, or twice.
+        MosaicError
+            If it cannot be.
+        """
+        await self.ready()
+        if self._waiting >= self._limits.max_waiting:
+            raise Busy(f"{self._waiting:,} requests wait, which is as many as may; ask again later.", self.retry_s)
+        self._numbers += 1
+        number = self._numbers
+        running = _Running(asked=Asked(number=number, prompt=prompt, config=config, answers=answers, draws=draws))
+        self._running[number] = running
+        self._waiting += 1
+        self._outbox.put(running.asked)
+        try:
+            while True:
+                heard = await running.heard.get()
+                if isinstance(heard, MosaicError):
+                    raise heard
+                yield heard
+                if isinstance(heard, Ended):
+                    return
+        finally:
+            if self._running.pop(number, None) is not None:
+                self._outbox.put(Cancelled(number))
+
+    @property
+    def retry_s(self) -> int:
+        """Seconds after which the requests that wait now will have been admitted, by how fast requests end."""
+        return max(round(self._waiting * self._rate.seconds_each), 1)
+
+    def _receive(self, connection: Connection, process: Any) -> None:
+        """In a thread of its own: hand on what the engine tells, until it ends."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    message = connection.recv()
+                    self._loop.call_soon_threadsafe(self._take, message)
+            process.join()
+            self._loop.call_soon_threadsafe(self._ended, process.exitcode)
+
+    def _take(self, message: ToServer) -> None:
+        if self.state == "closed":
+            return
+        if isinstance(message, Ready):
+            self.state, self.longest = "ready", message.longest
+            self._changed.set()
+        elif isinstance(message, Stepped):
+            self._waiting = message.waiting
+            self._metrics.stepped(message)
+            for number, tokens in message.tokens.items():
+                if (running := self._running.get(number)) is not None:
+                    running.told = True
+                    running.heard.put_nowait(dict(tokens))
+        elif isinstance(message, Ended):
+            self._rate.note()
+            if (running := self._running.pop(message.number, None)) is not None:
+                running.heard.put_nowait(message)
+        elif (running := self._running.pop(message.number, None)) is not None:
+            self._metrics.refused("cannot be" if message.fits else "does not fit")
+            running.heard.put_nowait(MosaicError(message.message) if message.fits else TooLarge(message.message))
+
+    def _ended(self, code: int | None) -> None:
+        """The process has ended: start it again, and ask it again what nobody has heard anything of."""
+        if self.state == "closed":
+            return
+        self._outbox.put(None)
+        soon = time.monotonic() - self._began_s < _SOON_S
+        self._failures = self._failures + 1 if soon else 1
+        _log.error("the engine's process has ended with exit code %s", code)
+        if self._failures >= _MOST_FAILURES or (self.state == "starting" and not self.longest):
+            self.state, self.failure = "failed", f"the engine does not start: its process ended with exit code {code}."
+        again = []
+        for number, running in [*self._running.items()]:
+            if self.state == "failed" or running.told or running.again:
+                del self._running[number]
+                running.heard.put_nowait(
+                    EngineFailed("the engine has failed while it worked on this request; ask again.")
+                )
+            else:
+                running.again = True
+                again.append(running.asked)
+        if self.state != "failed":
+            self.restarts += 1
+            self._waiting = len(again)
+            self.start()
+            for asked in again:
+                self._outbox.put(asked)
+        self._changed.set()
+
+
+class _Rate:
+    """How fast requests end, by the last ones."""
+
+    _KEPT: Final = 64
+
+    def __init__(self) -> None:
+        self._ends: list[float] = []
+
+    def note(self) -> None:
+        self._ends = [*self._ends[1 - self._KEPT :], time.monotonic()]
+
+    @property
+    def seconds_each(self) -> float:
+        if len(self._ends) < 2:
+            return 1.0
+        return (time.monotonic() - self._ends[0]) / (len(self._ends) - 1)
+
+
+def _send(connection: Connection, outbox: queue.SimpleQueue[ToEngine | None]) -> None:
+    """In a thread of its own: tell the engine, which may be in the middle of a step."""
+    with contextlib.suppress(OSError):
+        message: ToEngine | None
+        while (message := outbox.get()) is not None:
+            connection.send(message)
+        connection.send(None)

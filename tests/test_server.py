@@ -1,0 +1,312 @@
+"""`mosaic serve` from outside: OpenAI's own client, hand-made bytes, callers who leave, and an engine that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import pytest
+import torch
+import uvicorn
+
+import mosaic
+from mosaic.decoding import GenerationConfig
+from mosaic.decoding.tokenizer import Tokenizer
+from mosaic.jobs.sampling import SamplingParams, completion
+from mosaic.models import load
+from mosaic.serving import EngineOptions, Limits
+from mosaic.serving.app import create_app
+from mosaic.serving.text import AnswerText
+
+MODEL = load("small-sdar")
+COMPILE = {"dtype": "float32", "host_budget": 0, "threads": 1}
+TOKENIZER = Tokenizer(MODEL.path)
+QUESTION = "Ada gave the red ball to Tom. Who has it?"
+
+
+def ids_of(question: str) -> list[int]:
+    """A question in the model's template: behind it there is an answer."""
+    return TOKENIZER.encode_chat([{"role": "user", "content": question}])
+
+
+@contextmanager
+def serving(*, limits: Limits | None = None, max_num_seqs: int = 64, **options: Any) -> Iterator[str]:
+    """A server on a free port, in a thread of its own; its engine is a process."""
+    engine = EngineOptions(model="small-sdar", compile=COMPILE, max_num_seqs=max_num_seqs)
+    app = create_app(MODEL, "small-sdar", engine, limits, **options)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.02)
+        base = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        until(lambda: _get(f"{base}/health")[0] == 200, 120)
+        yield base
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[str]:
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Any]:
+    """Answers that a model gives in this process, by token ids."""
+    with mosaic.compile(MODEL, seed=0, **COMPILE) as model:
+        yield lambda prompt, **options: model.generate(prompt, GenerationConfig(**options))[0]
+
+
+def until(holds: Any, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "took too long"
+        time.sleep(0.02)
+
+
+def _get(url: str, body: bytes | None = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as found:
+            return found.status, dict(found.headers), found.read()
+    except urllib.error.HTTPError as error:
+        return error.code, dict(error.headers), error.read()
+
+
+def _metric(base: str, name: str) -> float:
+    lines = _get(f"{base}/metrics")[2].decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == name)
+
+
+def _client(base: str, **more: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, **more)
+
+
+def test_openais_client_gets_what_the_model_answers(base: str, alone: Any) -> None:
+    client, prompt = _client(base), ids_of(QUESTION)
+    assert [model.id for model in client.models.list()] == ["small-sdar"]
+    expected = alone(torch.tensor(prompt), gen_length=24)
+    whole = client.completions.create(model="small-sdar", prompt=prompt, max_tokens=24, temperature=0)
+    assert whole.choices[0].text == TOKENIZER.decode(expected.token_ids.tolist())
+    assert whole.usage is not None and whole.usage.completion_tokens == len(expected.token_ids)
+    assert whole.choices[0].finish_reason == ("stop" if expected.finish == "eos" else "length")
+    assert whole.choices[0].text.strip()
+    texts = [QUESTION, "Tell a story."]
+    both = client.completions.create(model="small-sdar", prompt=texts, max_tokens=8, temperature=0)
+    assert [choice.index for choice in both.choices] == [0, 1]
+    for choice, text in zip(both.choices, texts, strict=True):
+        assert choice.text == TOKENIZER.decode(alone(text, gen_length=8).token_ids.tolist())
+
+
+def test_chats_stream_what_they_answer_whole(base: str) -> None:
+    client = _client(base)
+    asked: dict[str, Any] = {
+        "model": "small-sdar", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 32, "temperature": 0.7, "seed": 5,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**asked)
+    chunks = [*client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content and len(chunks) >= 3
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].usage == whole.usage
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == whole.choices[0].finish_reason
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_the_async_client_gets_all_answers_of_many_at_once(base: str, alone: Any) -> None:
+    prompts = [ids_of(QUESTION[place:]) for place in range(8)]
+
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client:
+            asked = (
+                client.completions.create(model="small-sdar", prompt=one, max_tokens=12, temperature=0)
+                for one in prompts
+            )
+            return [found.choices[0].text for found in await asyncio.gather(*asked)]
+
+    assert asyncio.run(ask()) == [
+        TOKENIZER.decode(alone(torch.tensor(one), gen_length=12).token_ids.tolist()) for one in prompts
+    ]
+
+
+def test_a_prompt_that_came_before_is_cached(base: str) -> None:
+    asked: dict[str, Any] = {"model": "small-sdar", "prompt": ids_of(QUESTION * 9), "max_tokens": 8, "temperature": 0}
+    found = [_client(base).completions.create(**asked).usage for _ in range(2)]
+    cached = [one.prompt_tokens_details.cached_tokens for one in found if one and one.prompt_tokens_details]
+    assert cached[0] == 0 < cached[1] < len(asked["prompt"])
+
+
+def test_several_answers_differ_and_a_seed_repeats_them(base: str) -> None:
+    asked: dict[str, Any] = {
+        "model": "small-sdar",
+        "prompt": ids_of(QUESTION),
+        "max_tokens": 16,
+        "temperature": 1.5,
+        "n": 4,
+    }
+    client = _client(base)
+    first, again = ([one.text for one in client.completions.create(**asked, seed=9).choices] for _ in range(2))
+    assert first == again and len({*first}) > 1
+    drawn = {tuple(one.text for one in client.completions.create(**asked).choices) for _ in range(3)}
+    assert len(drawn) > 1, "without a seed, each request draws anew"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("completions", b"{", 400, "no JSON"),
+        ("completions", b'{"prompt": "\xff"}', 400, "no JSON"),
+        ("completions", b"[" * 100_000, 400, "no JSON"),
+        ("completions", b"[]", 400, "JSON object"),
+        ("completions", b'{"model": "other", "prompt": "a"}', 404, "small-sdar"),
+        ("completions", b"{}", 400, "prompt: missing"),
+        ("completions", b'{"prompt": []}', 400, "prompt: expected"),
+        ("completions", b'{"prompt": "a", "max_tokens": -1}', 400, "gen_length"),
+        ("completions", b'{"prompt": "a", "max_tokens": 1e99}', 400, "gen_length"),
+        ("completions", b'{"prompt": "a", "n": 100000}', 400, "n="),
+        ("completions", b'{"prompt": "a", "echo": true, "logprobs": 1}', 400, "echo"),
+        ("completions", b'{"prompt": "a", "logprobs": 1}', 400, "logprobs"),
+        ("completions", b'{"prompt": "a", "temperature": "hot"}', 400, "temperature"),
+        ("completions", b'{"prompt": "a", "cache": "dual"}', 400, "cache"),
+        ("completions", b'{"prompt": [999999999]}', 400, "token"),
+        ("completions", b'{"prompt": "a", "max_tokens": 8193}', 400, "8,448"),
+        ("chat/completions", b'{"messages": "a"}', 400, "messages"),
+        ("chat/completions", b'{"messages": [{"role": "user"}]}', 400, "content"),
+    ],
+)
+def test_bad_requests_get_one_clear_line(base: str, path: str, body: bytes, status: int, says: str) -> None:
+    if "8,448" in says:
+        body = json.dumps({"prompt": "a" * 400, "max_tokens": 8192}).encode()
+    code, _, found = _get(f"{base}/v1/{path}", body)
+    error = json.loads(found)["error"]
+    assert (code, error["code"]) == (status, status) and says in error["message"] and "\n" not in error["message"]
+    assert error["type"] in ("invalid_request_error", "not_found_error")
+
+
+def test_what_has_no_meaning_is_named_or_refused(base: str) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 4, "best_of": 1, "user": "me"}).encode()
+    code, headers, _ = _get(f"{base}/v1/completions", body)
+    assert (code, headers["x-mosaic-ignored"]) == (200, "best_of")
+
+
+def test_who_leaves_is_cancelled_and_others_get_their_answers(base: str, alone: Any) -> None:
+    rng, texts = random.Random(1), dict[int, str]()
+    prompts = [ids_of(QUESTION[place % 5 :]) for place in range(12)]
+    address = base.removeprefix("http://").split(":")
+
+    def ask(place: int) -> None:
+        asked = {"prompt": prompts[place], "max_tokens": 64, "ignore_eos": True, "stream": place % 2 == 0}
+        if place % 3 == 0:
+            body = json.dumps(asked).encode()
+            with socket.create_connection((address[0], int(address[1]))) as leaving:
+                leaving.sendall(
+                    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+                )
+                time.sleep(rng.random() / 5)
+            return
+        found = _client(base).completions.create(model="small-sdar", temperature=0, **_sdk(asked))
+        texts[place] = "".join(one.choices[0].text for one in found) if asked["stream"] else found.choices[0].text
+
+    threads = [threading.Thread(target=ask, args=(place,)) for place in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for place, text in texts.items():
+        expected = alone(torch.tensor(prompts[place]), gen_length=64, stop_at_eos=False).token_ids.tolist()
+        assert text == TOKENIZER.decode(expected)
+    assert len(texts) == 8
+    until(lambda: _metric(base, "vllm:num_requests_running") == _metric(base, "vllm:num_requests_waiting") == 0, 30)
+    assert _metric(base, "vllm:generation_tokens_total") >= 8 * 64
+
+
+def _sdk(asked: dict[str, Any]) -> dict[str, Any]:
+    known = {name: asked[name] for name in ("prompt", "max_tokens", "stream")}
+    return {**known, "extra_body": {"ignore_eos": asked["ignore_eos"]}}
+
+
+def test_a_killed_engine_ends_what_had_begun_and_answers_the_rest() -> None:
+    """One live request has sent text, one waits behind it; the waiting one is asked again, others come after."""
+    with serving(
+        max_num_seqs=1, limits=Limits(max_waiting=1, max_body_bytes=4096), keys=["k1", "k2"], strict=True
+    ) as base:
+        assert _get(f"{base}/v1/models")[0] == 401 and _get(f"{base}/v1/models", Authorization="Bearer k2")[0] == 200
+        assert _get(f"{base}/v1/completions", b" " * 5000, Authorization="Bearer k1")[0] == 413
+        client = openai.OpenAI(base_url=f"{base}/v1", api_key="k1", max_retries=0, timeout=60)
+        with pytest.raises(openai.BadRequestError, match="best_off"):
+            client.completions.create(model="small-sdar", prompt="a", extra_body={"best_off": 1})
+        long = client.completions.create(
+            model="small-sdar", prompt=ids_of(QUESTION), max_tokens=4096, stream=True,
+            extra_body={"ignore_eos": True, "skip_special_tokens": False},
+        )  # fmt: skip
+        assert next(iter(long)).choices[0].text
+        waiting: list[str] = []
+
+        def wait() -> None:
+            waiting.append(
+                client.completions.create(model="small-sdar", prompt=ids_of(QUESTION), max_tokens=8).choices[0].text
+            )
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        until(lambda: _metric(base, "vllm:num_requests_waiting") == 1, 30)
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.completions.create(model="small-sdar", prompt="a", max_tokens=4)
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+        os.kill(int(json.loads(_get(f"{base}/health")[2])["engine_pid"]), signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="failed while it worked"):
+            for _ in long:
+                pass
+        thread.join(120)
+        assert len(waiting) == 1 and json.loads(_get(f"{base}/health")[2])["restarts"] == 1
+        assert (
+            client.completions.create(model="small-sdar", prompt=ids_of(QUESTION), max_tokens=8).choices[0].text
+            == waiting[0]
+        )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_text_in_pieces_is_the_text_of_the_whole_answer(seed: int) -> None:
+    rng = random.Random(seed)
+    tokenizer = _Bytes()
+    ids = [rng.choice(b"ab\xc3\xa9 ") for _ in range(rng.randrange(30))]
+    stops = ["".join(rng.choices("abé ", k=rng.randrange(1, 4))) for _ in range(rng.randrange(3))]
+    params = SamplingParams(
+        stop=stops, stop_token_ids=rng.choice([[], [32]]), include_stop_str_in_output=rng.random() < 0.5
+    )
+    generation = mosaic.Generation(
+        prompt_ids=torch.zeros(1), token_ids=torch.tensor(ids, dtype=torch.int64), confidence=torch.zeros(len(ids)),
+        finish="length", steps=1,
+    )  # fmt: skip
+    expected = completion(0, generation, params, tokenizer)  # type: ignore[arg-type]
+    text, shown = AnswerText(tokenizer, params), ""
+    while ids:
+        count = rng.randrange(1, 5)
+        shown += text.push(ids[:count])
+        ids = ids[count:]
+        assert expected.text.startswith(shown), "what is shown is never taken back"
+    assert (shown + text.flush(), text.stopped, text.tokens) == (
+        expected.text,
+        expected.stop_reason,
+        len(expected.token_ids),
+    )
+
+
+class _Bytes:
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+        return bytes(token_ids).decode("utf-8", "replace")
