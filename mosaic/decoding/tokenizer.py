@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,11 @@ class Tokenizer:
             raise UsageError(
                 "the text has surrogates, which are no characters: decode it with errors='replace'."
             ) from None
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The most characters of a token."""
+        return max(map(len, self._backend.get_vocab()))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; incomplete characters become U+FFFD."""

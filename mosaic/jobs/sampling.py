@@ -106,10 +106,11 @@ class SamplingParams:
                 f"n={self.n} at temperature 0 would give the same answer {self.n} times; raise temperature."
             )
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
-        if not all(isinstance(text, str) and text for text in stop):
+        if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
             raise UsageError(f"stop: expected a text or a list of texts, got {self.stop!r}.")
         object.__setattr__(self, "stop", tuple(stop))
-        if not all(is_integer(token) for token in self.stop_token_ids or ()):
+        ends = self.stop_token_ids or ()
+        if not isinstance(ends, list | tuple) or not all(map(is_integer, ends)):
             raise UsageError(f"stop_token_ids: expected a list of token ids, got {self.stop_token_ids!r}.")
         self.config(GenerationConfig())
 

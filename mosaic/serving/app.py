@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -26,11 +27,17 @@ from mosaic.version import __version__
 try:
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse, Response, StreamingResponse
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect
 except ImportError as error:
     raise MissingExtra("fastapi", "serve", "`mosaic serve`") from error
 
 __all__ = ["create_app"]
 
+_log = logging.getLogger(__name__)
+
+_CHARACTERS: Final = 4
+"""A text of so many times as many characters as the longest tokens have together is too long, whatever is normalised away."""
 COMPLETIONS: Final = "/v1/completions"
 _NEXT_PROMPT: Final = 1 << 40
 """Between the numbers by which the prompts of one request draw: beyond those of all answers to one."""
@@ -164,16 +171,18 @@ class _Server:
     async def body(self, request: Request) -> Any:
         """The JSON of a request."""
         found = bytearray()
-        async for part in request.stream():
-            found += part
-            if len(found) > self.limits.max_body_bytes:
-                raise _Ending(
-                    413, f"the body has more than {self.limits.max_body_bytes:,} bytes.", "invalid_request_error"
-                )
         try:
+            async for part in request.stream():
+                found += part
+                if len(found) > self.limits.max_body_bytes:
+                    raise _Ending(
+                        413, f"the body has more than {self.limits.max_body_bytes:,} bytes.", "invalid_request_error"
+                    )
             return json.loads(found)
         except (ValueError, RecursionError) as error:
             raise _Ending(400, f"the body is no JSON: {error}.", "invalid_request_error") from None
+        except ClientDisconnect:
+            raise _Ending(499, "the caller has left.", "cancelled") from None
 
     async def complete(self, request: Request) -> Response:
         """Answer a completion, of a prompt or a chat."""
@@ -183,6 +192,7 @@ class _Server:
             raise _Ending(
                 404, f"the model {body['model']!r} is not here; this server has '{self.name}'.", "not_found_error"
             )
+        self._check_text(body)
         question = await asyncio.to_thread(
             read, body, request.url.path, self.base, self.model.architecture, self.tokenizer, strict=self.strict
         )
@@ -197,6 +207,14 @@ class _Server:
             reply.whole(texts, [reason or "" for reason in answers.reasons], answers.tokens, answers.cached_tokens),
             headers=headers,
         )
+
+    def _check_text(self, body: Any) -> None:
+        """Refuse text of which no tokenizer makes few enough tokens, before it is read: that may take many seconds."""
+        most = _CHARACTERS * self.engine.longest * self.tokenizer.longest_token
+        if self.engine.longest and (length := _length(body)) > most:
+            raise TooLarge(
+                f"the text has {length:,} characters, no request that fits has more than {most:,}; shorten it."
+            )
 
     def _check(self, question: Question) -> None:
         """Refuse what is longer than any request that fits, before it waits."""
@@ -325,6 +343,11 @@ def create_app(
 
     app = FastAPI(title="Mosaic", version=__version__, lifespan=lifespan)
 
+    @app.exception_handler(HTTPException)
+    async def no_such_path(request: Request, error: HTTPException) -> Response:
+        said = f"{request.method} {request.url.path}: {error.detail}."
+        return JSONResponse(error_body(said, "not_found_error", error.status_code), status_code=error.status_code)
+
     def route(path: str, method: str, answer: Callable[[Request], Awaitable[Response]]) -> None:
         async def answered(request: Request) -> Response:
             try:
@@ -333,6 +356,11 @@ def create_app(
                 return ending.response()
             except MosaicError as error:
                 return _Ending.of(error).response()
+            except Exception:
+                _log.exception("a request has failed")
+                return _Ending(
+                    500, "the server has failed at this request; its log says how.", "server_error"
+                ).response()
 
         app.add_api_route(path, answered, methods=[method], name=path, response_model=None)
 
@@ -352,6 +380,14 @@ def create_app(
     for path, answer in (("/v1/models", models), ("/health", health), ("/metrics", metrics)):
         route(path, "GET", answer)
     return app
+
+
+def _length(body: Any) -> int:
+    """Characters of all texts of a body."""
+    if isinstance(body, str):
+        return len(body)
+    parts = body.values() if isinstance(body, dict) else body if isinstance(body, list) else ()
+    return sum(map(_length, parts))
 
 
 async def _left(request: Request) -> None:
