@@ -111,9 +111,7 @@ class Prefixes:
                 break
             size = min(len(child.tokens), most - position)
             given, alike = tokens[position : position + size], size
-            if (
-                child.tokens[:size].tobytes() != given.tobytes()
-            ):  # most are alike: a tenth of the time
+            if child.tokens[:size].tobytes() != given.tobytes():  # most are alike: a tenth of the time
                 alike = int((child.tokens[:size] != given).argmax())
             run, count = child, alike // unit
             if priority is not None and count > run.ready and not self._may_wait(run, priority):
