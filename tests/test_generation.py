@@ -222,7 +222,8 @@ def test_a_second_generation_maps_nothing_and_trimming_is_a_few_calls(monkeypatc
     """Over pages of a device, whose driver counts. What a generation held is kept, and counted, for the next."""
     driver = FakeDriver(1 << 40)
     pool = CudaPool(driver, DeviceLedger(1 << 40))
-    monkeypatch.setattr("mosaic.runtime.engine.open_workspace", lambda planner: Workspace(pool=pool, host=PagePool()))
+    opened = Workspace(pool=pool, host=PagePool())
+    monkeypatch.setattr("mosaic.runtime.engine.open_workspace", lambda planner, *, ahead: opened)
     with mosaic.compile(CONFIGS["sdar"], host_budget=0) as model:
 
         def generate() -> list[int]:

@@ -493,7 +493,7 @@ def test_what_is_no_step_and_no_program_is_refused() -> None:
         mosaic.compile(3)  # type: ignore[call-overload]
     with pytest.raises(UsageError, match="weights and dims are those of a program"):
         mosaic.compile("llada-8b", weights={})  # type: ignore[call-overload]
-    with pytest.raises(UsageError, match="leave dtype, max_tokens, threads and batch_invariant out"):
+    with pytest.raises(UsageError, match="leave dtype, max_tokens, threads, batch_invariant and warm out"):
         mosaic.compile(small, dtype="float32")  # type: ignore[call-overload]
 
 

@@ -8,12 +8,16 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -24,10 +28,12 @@ import uvicorn
 import mosaic
 from mosaic.decoding import GenerationConfig
 from mosaic.decoding.tokenizer import Tokenizer
+from mosaic.errors import UsageError
 from mosaic.jobs.sampling import SamplingParams, completion
 from mosaic.models import load
 from mosaic.serving import EngineOptions, Limits
 from mosaic.serving.app import create_app
+from mosaic.serving.load import TRAFFIC, Load, asked, goal_of
 from mosaic.serving.text import AnswerText
 
 MODEL = load("small-sdar")
@@ -314,3 +320,87 @@ def test_text_in_pieces_is_the_text_of_the_whole_answer(seed: int) -> None:
 class _Bytes:
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
         return bytes(token_ids).decode("utf-8", "replace")
+
+
+@pytest.mark.soak
+def test_a_thousand_sockets_get_their_answers_and_leave_nothing(base: str, alone: Any) -> None:
+    prompts = [ids_of(f"{QUESTION} {place}?") for place in range(16)]
+    asked = [{"prompt": one, "max_tokens": 32, "ignore_eos": True, "temperature": 0} for one in prompts]
+    texts = [
+        TOKENIZER.decode(alone(torch.tensor(one), gen_length=32, stop_at_eos=False).token_ids.tolist())
+        for one in prompts
+    ]
+    processes = [os.getpid(), json.loads(_get(f"{base}/health")[2])["engine_pid"]]
+
+    def load(count: int) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("server_load.py")), base.rpartition(":")[2], str(count)]
+        ran = subprocess.run([*command, json.dumps(asked)], capture_output=True, text=True, check=False, timeout=300)
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        found = json.loads(ran.stdout)
+        got = {number: text for number, text in enumerate(found["texts"]) if text is not None}
+        assert len(got) == count - -(-count // 3) and found["seconds"] < 120
+        assert all(text == texts[number % 16] for number, text in got.items())
+        until(lambda: _metric(base, "vllm:num_requests_running") == _metric(base, "vllm:num_requests_waiting") == 0, 30)
+
+    load(64)
+    before = [_held(process) for process in processes]
+    load(500)
+    halfway = [_held(process)[2] for process in processes]
+    load(1000)
+    for process, (files, threads, _), middle in zip(processes, before, halfway, strict=True):
+        now = _held(process)
+        assert now[0] <= files + 2 and now[1] <= threads + 8 and now[2] <= 1.05 * middle
+
+
+def _held(process: int) -> tuple[int, int, int]:
+    """Open files, threads, and kilobytes of resident memory."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return len(os.listdir(f"/proc/{process}/fd")), int(status["Threads"]), int(status["VmRSS"].split()[0])
+
+
+def test_a_bench_counts_what_a_server_did(base: str, tmp_path: Path) -> None:
+    """From a process of its own, through the command."""
+    saved = tmp_path / "found.json"
+    command = [sys.executable, "-c", "from mosaic.cli import main; main()", "bench", "serve", "--model", "small-sdar"]
+    command += ["--base-url", base, "--num-prompts", "7", "--input-len", "12", "--output-len", "40", "--ignore-eos"]
+    sent = ["--max-concurrency", "3", "--prefix-len", "80"]
+    ran = subprocess.run(
+        [*command, *sent, "--goodput", "ttft:0.001", "--save", str(saved), "--json"], capture_output=True, text=True, check=False,
+        timeout=120,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    found, shown = json.loads(saved.read_text()), json.loads(ran.stdout)
+    assert (shown["completed"], shown["failed"], shown["total_output_tokens"]) == (7, 0, 7 * 40)
+    assert found["details"]["output_lens"] == [40] * 7 and min(found["details"]["input_lens"]) > 92
+    assert shown["request_goodput"] == 0 and shown["max_concurrent_requests"] == 3 and shown["cached_tokens"] > 0
+    assert 0 < shown["median_ttft_ms"] <= shown["median_e2el_ms"] <= shown["p99_e2el_ms"] <= 1e3 * shown["duration"]
+    assert shown["output_throughput"] == pytest.approx(7 * 40 / shown["duration"])
+    assert shown["diffusion_committed_tokens"] == 7 * 40 and 1 <= shown["diffusion_committed_per_step"] <= 32
+    refused = subprocess.run(
+        [*command, *sent, "--extra-body", '{"temperature": -1}', "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert json.loads(refused.stdout)["failed"] == 7 and "temperature" in json.loads(refused.stdout)["errors"][0]
+
+
+def test_a_load_is_the_same_for_a_seed_and_comes_at_its_rate() -> None:
+    load = Load(base_url="http://a", model="a", lengths=TRAFFIC["burst"], requests=4000, rate=8.0, prefix=5)
+    found = [*asked(load)]
+    assert found[:50] == [*asked(replace(load, requests=50))] != [*asked(replace(load, requests=50, seed=1))]
+    assert found[-1].at_s == pytest.approx(4000 / 8, rel=0.1)
+    words = [len(one.prompt.split()) for one in found]
+    assert (
+        min(words) >= 105
+        and max(words) <= 605
+        and {one.prompt.split()[4] for one in found} == {found[0].prompt.split()[4]}
+    )
+    assert min(one.tokens for one in found) >= 128 and max(one.tokens for one in found) <= 512
+
+
+@pytest.mark.parametrize("goals", ["ttft", "ttft:x", "speed:3"])
+def test_goals_that_cannot_be_are_refused(goals: str) -> None:
+    with pytest.raises(UsageError, match=r"goodput|measure"):
+        goal_of(goals)

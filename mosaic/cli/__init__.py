@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from mosaic.cli import calibrate, check, devices, generate, models, pack, plan, serve, show, warm
+from mosaic.cli import bench, calibrate, check, devices, generate, models, pack, plan, serve, show, warm
 from mosaic.cli.output import degrade_output, note, noted_warnings
 from mosaic.errors import MosaicError
 from mosaic.version import __version__
@@ -57,6 +57,7 @@ for command in (
     warm.warm,
 ):
     app.command()(command)
+app.add_typer(bench.app)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 import typer
@@ -53,5 +54,16 @@ def serve(
     )  # fmt: skip
     name = served_name or described.name
     app = create_app(described, name, options, Limits(max_waiting=max_waiting), keys=api_key or (), strict=strict)
-    note(f"serving {name} on http://{host}:{port}")
-    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=60)
+    settings = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=60)
+
+    async def serving() -> None:
+        engine = app.state.engine
+        try:
+            engine.start()
+            await engine.ready()
+            note(f"serving {name} on http://{host}:{port}")
+            await uvicorn.Server(settings).serve()
+        finally:
+            await engine.close()
+
+    asyncio.run(serving())

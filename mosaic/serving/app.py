@@ -313,7 +313,7 @@ def create_app(
     model: Model, name: str, options: EngineOptions, limits: Limits | None = None, *, keys: Sequence[str] = (),
     strict: bool = False,
 ) -> FastAPI:  # fmt: skip
-    """Return the application; its lifespan starts and ends the engine.
+    """Return the application; its lifespan starts the engine, unless `state.engine` was started before, and ends it.
 
     Parameters
     ----------
@@ -335,13 +335,15 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        server.engine.start()
+        if server.engine.pid is None:
+            server.engine.start()
         try:
             yield
         finally:
             await server.engine.close()
 
     app = FastAPI(title="Mosaic", version=__version__, lifespan=lifespan)
+    app.state.engine = server.engine
 
     @app.exception_handler(HTTPException)
     async def no_such_path(request: Request, error: HTTPException) -> Response:

@@ -18,12 +18,12 @@ from mosaic.decoding.config import GenerationConfig
 from mosaic.decoding.live import Submission
 from mosaic.decoding.session import Session
 from mosaic.decoding.stream import MOST_LIVE, Outcome, Stream
-from mosaic.errors import DoesNotFit
+from mosaic.errors import DoesNotFit, MosaicError
 from mosaic.jobs.sampling import submissions
 from mosaic.models import load
 from mosaic.models.step import MAX_TOKENS
 from mosaic.runtime.compile import compile
-from mosaic.serving.messages import Asked, Cancelled, Ended, Ready, Refused, Stepped
+from mosaic.serving.messages import Asked, Cancelled, Ended, Failed, Ready, Refused, Stepped
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -172,6 +172,15 @@ def run_engine(options: EngineOptions, connection: Connection) -> None:
         signal.SIGTERM,
     ):  # which a terminal or a service manager sends to all: the server says when to end
         signal.signal(sent, signal.SIG_IGN)
+    try:
+        _serve(options, connection)
+    except MosaicError as error:
+        connection.send(Failed(str(error)))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        _log.warning("the server is gone")
+
+
+def _serve(options: EngineOptions, connection: Connection) -> None:
     model = load(options.model)
     with compile(model, **options.compile) as compiled, Session(compiled) as session:
         if options.warm:
@@ -179,7 +188,4 @@ def run_engine(options: EngineOptions, connection: Connection) -> None:
         arch = model.architecture
         context, token = arch.max_context or MAX_TOKENS, int(arch.mask_token_id == 0)
         connection.send(Ready(longest=_longest(session, options.base, token, context)))
-        try:
-            _Engine(compiled, session, options, connection).run()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            _log.warning("the server is gone")
+        _Engine(compiled, session, options, connection).run()

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from mosaic.decoding.config import GenerationConfig
 
-__all__ = ["Asked", "Cancelled", "Ended", "Ready", "Refused", "Stepped", "ToEngine", "ToServer"]
+__all__ = ["Asked", "Cancelled", "Ended", "Failed", "Ready", "Refused", "Stepped", "ToEngine", "ToServer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,13 @@ class Ready:
     """The engine can be asked; `longest` is the most positions of a request, prompt and answer, that fit it alone."""
 
     longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The engine cannot be made, and why."""
+
+    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,4 +87,4 @@ class Refused:
 
 
 ToEngine: TypeAlias = Asked | Cancelled
-ToServer: TypeAlias = Ready | Stepped | Ended | Refused
+ToServer: TypeAlias = Ready | Failed | Stepped | Ended | Refused

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from mosaic.decoding.config import GenerationConfig
 from mosaic.errors import MosaicError
 from mosaic.serving.engine import EngineOptions, run_engine
-from mosaic.serving.messages import Asked, Cancelled, Ended, Ready, Stepped
+from mosaic.serving.messages import Asked, Cancelled, Ended, Failed, Ready, Stepped
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -28,10 +28,8 @@ __all__ = ["Busy", "EngineFailed", "Limits", "Supervisor", "TooLarge"]
 
 Heard: TypeAlias = "dict[int, Sequence[int]] | Ended"
 """What a prompt's caller hears: fresh tokens by answer, then the end."""
-_SOON_S: Final = 60.0
-"""An engine that fails again so soon after its start has failed for the same reason."""
 _MOST_FAILURES: Final = 3
-"""So many failures in a row, each soon after the start, end the attempts."""
+"""An engine that was ready once, and so often in a row ends before it is again, is not started any more."""
 _log = logging.getLogger(__name__)
 
 
@@ -104,7 +102,6 @@ class Supervisor:
         self._rate = _Rate()
         self._changed = asyncio.Event()
         self._process: Any = None
-        self._began_s = 0.0
 
     @property
     def pid(self) -> int | None:
@@ -114,7 +111,7 @@ class Supervisor:
     def start(self) -> None:
         """Start the engine's process; it is ready later."""
         self._loop = asyncio.get_running_loop()
-        self.state, self._began_s = "starting", time.monotonic()
+        self.state = "starting"
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         self._process = context.Process(target=run_engine, args=(self._options, theirs), name="engine")
@@ -206,8 +203,10 @@ class Supervisor:
         if self.state == "closed":
             return
         if isinstance(message, Ready):
-            self.state, self.longest = "ready", message.longest
+            self.state, self.longest, self._failures = "ready", message.longest, 0
             self._changed.set()
+        elif isinstance(message, Failed):
+            self.failure = message.message
         elif isinstance(message, Stepped):
             self._waiting = message.waiting
             self._metrics.stepped(message)
@@ -228,11 +227,12 @@ class Supervisor:
         if self.state == "closed":
             return
         self._outbox.put(None)
-        soon = time.monotonic() - self._began_s < _SOON_S
-        self._failures = self._failures + 1 if soon else 1
-        _log.error("the engine's process has ended with exit code %s", code)
-        if self._failures >= _MOST_FAILURES or (self.state == "starting" and not self.longest):
-            self.state, self.failure = "failed", f"the engine does not start: its process ended with exit code {code}."
+        if not self.failure:
+            _log.error("the engine's process has ended with exit code %s", code)
+        self._failures += self.state == "starting"
+        if self._failures >= _MOST_FAILURES or (self._failures and not self.longest):
+            self.state = "failed"
+            self.failure = self.failure or f"the engine does not start: its process ended with exit code {code}."
         again = []
         for number, running in [*self._running.items()]:
             if self.state == "failed" or running.told or running.again:
