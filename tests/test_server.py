@@ -344,7 +344,7 @@ def test_a_thousand_sockets_get_their_answers_and_leave_nothing(base: str, alone
 
     load(64)
     before = [_held(process) for process in processes]
-    load(500)
+    load(1000)
     halfway = [_held(process)[2] for process in processes]
     load(1000)
     for process, (files, threads, _), middle in zip(processes, before, halfway, strict=True):
