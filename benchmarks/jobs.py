@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,9 +12,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from benchmarks.served import Meter
-from benchmarks.traffic import Traffic, drawn, poisson
-from mosaic.decoding import GenerationConfig, Session, Submission
+from benchmarks.traffic import drawn, poisson, served
+from mosaic.decoding import GenerationConfig, Submission
 from mosaic.decoding.stream import MOST_LIVE
 from mosaic.jobs.job import Job
 from mosaic.runtime.compiled import CompiledModel
@@ -32,8 +31,8 @@ def jobs(model: CompiledModel, requests: int, *, seed: int, **drawn_by: Any) -> 
     One job has as many live as the session had at most, one as many as a job has that is told nothing.
     """
     submissions = [*islice(drawn(model.architecture, seed, **drawn_by), requests)]
-    _queued(model, submissions[:UNCOUNTED])
-    answers, engine = _queued(model, submissions)
+    served(model, poisson(submissions[:UNCOUNTED], math.inf, seed))
+    answers, engine = served(model, poisson(submissions, math.inf, seed))
     yield {"run": "the engine", "requests": requests, **engine, "of_engine": 1.0, "same": len(answers)}
     for most_live in (engine["most_live"], MOST_LIVE):
         with TemporaryDirectory() as folder:
@@ -48,18 +47,6 @@ def jobs(model: CompiledModel, requests: int, *, seed: int, **drawn_by: Any) -> 
             "steps": tally.forwards, "of_engine": tokens_per_s / engine["tokens_per_s"],
             "same": sum(one["token_ids"] == answers[one["line"] - 1] for one in found),
         }  # fmt: skip
-
-
-def _queued(model: CompiledModel, submissions: Iterable[Submission]) -> tuple[dict[int, list[int]], dict[str, Any]]:
-    with Session(Meter(model)) as session:
-        traffic = Traffic(session, poisson(submissions, math.inf, 0))
-        while not traffic.is_over:
-            traffic.step()
-        seconds = traffic.seconds
-    return traffic.answers, {
-        "tokens_per_s": sum(map(len, traffic.answers.values())) / seconds, "seconds": seconds, "most_live": traffic.most_live,
-        "steps": len(traffic.steps_ms),
-    }  # fmt: skip
 
 
 def _line(submission: Submission) -> str:

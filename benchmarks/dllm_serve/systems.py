@@ -118,10 +118,8 @@ class Loops:
             )
         self._model, self._budget, self._seed, self._cuda = model, budget_bytes, seed, cuda
         self._network: Transformer | None = None
-        if cuda:
-            torch.cuda.memory._set_allocator_settings(
-                "expandable_segments:True"
-            )  # or fragments take what a batch needs
+        if cuda:  # fragments would take what a batch needs
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
     @property
     def network(self) -> Transformer:

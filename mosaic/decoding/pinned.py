@@ -39,7 +39,7 @@ class PinnedPrefix(ClosesOnExit):
         self._pins, self._prefix, self.token_ids = pins, prefix, token_ids
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write tokens and keys to a safetensors file, which a session of the same model loads (`Session.load_prefix`).
+        """Write tokens and keys to a safetensors file, which a session of the same model loads (`Pins.load`).
 
         Raises
         ------

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, Final
 
 from mosaic.decoding.prompts import token_ids
@@ -110,7 +109,7 @@ class _Answers:
             question.prompts[place], question.config, answers=answers, draws=place * _NEXT_PROMPT
         )
         try:
-            async with contextlib.aclosing(asked):
+            async with aclosing(asked):
                 async for found in asked:
                     if isinstance(found, Ended):
                         self._end(first, found, heard)
@@ -231,7 +230,7 @@ class _Server:
         texts = [""] * len(answers.texts)
 
         async def collect() -> None:
-            async with contextlib.aclosing(answers.pieces()) as pieces:
+            async with aclosing(answers.pieces()) as pieces:
                 async for index, text in pieces:
                     texts[index] += text
 
@@ -258,7 +257,7 @@ class _Server:
 
         async def events() -> AsyncIterator[str]:
             shown = set[int]()
-            async with contextlib.aclosing(pieces):
+            async with aclosing(pieces):
                 try:
                     async for index, text in _after(first, pieces):
                         role = index not in shown

@@ -6,7 +6,9 @@ Nothing of HTTP, of text or of users is here: token ids come in and go out. When
 from __future__ import annotations
 
 import logging
+import math
 import signal
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -37,6 +39,8 @@ __all__ = ["EngineOptions", "run_engine"]
 _AHEAD: Final = 1 << 62
 """Entries are not answered in order here: none waits for an older one."""
 _IDLE_S: Final = 3600.0
+_LOOKED_S: Final = 1.0
+"""Seconds from one look at the memory to the next: the device and the operating system are asked."""
 _log = logging.getLogger(__name__)
 
 
@@ -86,6 +90,7 @@ class _Engine:
         self._stream = Stream(session, most_live=options.max_num_seqs, most_ahead=_AHEAD)
         self._waiting = deque[Asked]()
         self._fresh = dict[int, dict[int, list[int]]]()  # by prompt and answer, tokens that were not sent
+        self._memory, self._looked_s = dict[str, tuple[int, int]](), -math.inf
 
     def run(self) -> None:
         """Serve until the server says that it ends."""
@@ -130,11 +135,12 @@ class _Engine:
         )
 
     def _state(self, tokens: Mapping[int, Mapping[int, list[int]]], positions: int) -> Stepped:
-        memory = self._model.memory()
-        pools = {name: (memory.planned[name], memory.committed[name]) for name in memory.planned}
+        if (now := time.monotonic()) - self._looked_s >= _LOOKED_S:
+            memory, self._looked_s = self._model.memory(), now
+            self._memory = {name: (memory.planned[name], memory.committed[name]) for name in memory.planned}
         waiting = len(self._waiting) + self._stream.holds
         return Stepped(
-            tokens=tokens, positions=positions, waiting=waiting, running=len(self._session.live), memory=pools
+            tokens=tokens, positions=positions, waiting=waiting, running=len(self._session.live), memory=self._memory
         )
 
 
@@ -167,10 +173,8 @@ def _longest(session: Session, base: GenerationConfig, token: int, most: int) ->
 
 def run_engine(options: EngineOptions, connection: Connection) -> None:
     """Serve over a connection until it ends. An error ends the process, and with it what was running."""
-    for sent in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # which a terminal or a service manager sends to all: the server says when to end
+    # A terminal or a service manager sends these to all; the server says when to end.
+    for sent in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sent, signal.SIG_IGN)
     try:
         _serve(options, connection)

@@ -9,6 +9,7 @@ import multiprocessing
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -258,10 +259,10 @@ class _Rate:
     _KEPT: Final = 64
 
     def __init__(self) -> None:
-        self._ends: list[float] = []
+        self._ends = deque[float](maxlen=self._KEPT)
 
     def note(self) -> None:
-        self._ends = [*self._ends[1 - self._KEPT :], time.monotonic()]
+        self._ends.append(time.monotonic())
 
     @property
     def seconds_each(self) -> float:
