@@ -404,3 +404,21 @@ def test_a_load_is_the_same_for_a_seed_and_comes_at_its_rate() -> None:
 def test_goals_that_cannot_be_are_refused(goals: str) -> None:
     with pytest.raises(UsageError, match=r"goodput|measure"):
         goal_of(goals)
+
+
+def test_a_port_in_use_is_refused_before_the_model_is_loaded(base: str) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from mosaic.cli import main; main()",
+        "serve",
+        "small-sdar",
+        "--port",
+        base.rpartition(":")[2],
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (
+        ran.returncode == 2
+        and "Address already in use; give another --port" in ran.stderr
+        and "serving" not in ran.stderr
+    )

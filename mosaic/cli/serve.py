@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from typing import Annotated
 
 import typer
@@ -10,7 +12,7 @@ import typer
 from mosaic.cli import decoding_options as o
 from mosaic.cli.output import note
 from mosaic.cli.request import own_dtype, require_torch
-from mosaic.errors import MissingExtra
+from mosaic.errors import MissingExtra, UsageError
 
 
 def serve(
@@ -54,16 +56,23 @@ def serve(
     )  # fmt: skip
     name = served_name or described.name
     app = create_app(described, name, options, Limits(max_waiting=max_waiting), keys=api_key or (), strict=strict)
-    settings = uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=60)
+    settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=60)
+    try:  # before the model is loaded
+        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise UsageError(
+            f"cannot listen on {host}, port {port}: {os.strerror(error.errno or 0)}; give another --port or --host."
+        ) from None
 
     async def serving() -> None:
         engine = app.state.engine
         try:
             engine.start()
             await engine.ready()
-            note(f"serving {name} on http://{host}:{port}")
-            await uvicorn.Server(settings).serve()
+            note(f"serving {name} on http://{host}:{listening.getsockname()[1]}")
+            await uvicorn.Server(settings).serve(sockets=[listening])
         finally:
             await engine.close()
 
-    asyncio.run(serving())
+    with listening:
+        asyncio.run(serving())
