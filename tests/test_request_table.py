@@ -637,6 +637,7 @@ STRUCK = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as generators are dropped
 @pytest.mark.parametrize(("family", "strikes", "file"), [("sdar", 3, "request_table.py"), *STRUCK])
 def test_a_signal_anywhere_leaves_all_requests_their_tokens(
     models: dict[str, CompiledModel], family: str, strikes: int, file: str, monkeypatch: pytest.MonkeyPatch
