@@ -16,6 +16,8 @@ import torch
 
 import mosaic
 from mosaic.decoding import GenerationConfig, Submission
+from mosaic.decoding.algorithms import decides_by_probability
+from mosaic.decoding.config import resolve
 from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.jobs.names import NAMES, XARGS, own_names
@@ -73,16 +75,26 @@ def test_logprobs_are_those_that_tokens_were_committed_by(base: str, alone: Any,
         TOKENIZER.decode([one], skip_special_tokens=False) for one in expected.token_ids.tolist()
     ]
     offsets = whole["logprobs"]["text_offset"]
-    words = [
-        (at, text.strip())
-        for at, text in zip(offsets, whole["logprobs"]["tokens"], strict=True)
-        if text.strip().isalpha()
+    shown = [
+        (at, text) for at, text in zip(offsets, whole["logprobs"]["tokens"], strict=True) if not text.startswith("[")
     ]
-    assert words and all(whole["text"][at:].lstrip().startswith(word) for at, word in words)
+    assert len(shown) > 5 and all(whole["text"][at : at + len(text)] == text for at, text in shown)
     pieces = ask(base, "v1/completions", **asked, logprobs=0, stream=True)
     found = [one["choices"][0]["logprobs"] for one in pieces]
     assert [value for one in found if one for value in one["token_logprobs"]] == whole["logprobs"]["token_logprobs"]
     assert "".join(one["choices"][0]["text"] for one in pieces) == whole["text"]
+
+
+def test_scores_that_are_no_probabilities_are_known_to_be_none() -> None:
+    dream = load("dream-7b").architecture
+    ways: list[dict[str, Any]] = [
+        {},
+        {"alg": "entropy"},
+        {"alg": "maskgit_plus", "alg_temp": 0.5},
+        {"alg": "maskgit_plus"},
+    ]
+    found = [decides_by_probability(resolve(GenerationConfig(gen_length=8, **way), dream), dream) for way in ways]
+    assert found == [True, False, False, True]
 
 
 def test_a_chats_logprobs_are_read_by_openais_client(base: str) -> None:
@@ -120,7 +132,8 @@ def test_what_a_stop_cuts_has_no_logprobs_behind_it(base: str) -> None:
         text = "".join(one["text"] for one in choices)
         tokens = [token for one in choices if one["logprobs"] for token in one["logprobs"]["tokens"]]
         assert text == whole["text"][: whole["text"].index(stop)] and choices[-1]["finish_reason"] == "stop"
-        assert tokens == whole["logprobs"]["tokens"][: len(tokens)] and stop in "".join(tokens) and len(tokens) < 64
+        assert tokens == whole["logprobs"]["tokens"][: len(tokens)] and len(tokens) < 64
+        assert stop in "".join(tokens) and stop not in "".join(tokens[:-1])
 
 
 @pytest.mark.parametrize(
