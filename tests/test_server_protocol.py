@@ -245,7 +245,7 @@ def test_tokens_become_text_again(base: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"block_length": 8, "steps": 8}, {"remasking": "random"}, {"algorithm": "fast-dllm", "threshold": 0.8},
+        {}, {"block_length": 8, "steps": 8}, {"remasking": "random", "seed": 5}, {"algorithm": "fast-dllm", "threshold": 0.8},
         {"algorithm": "fast-dllm", "cache": "dual", "block_length": 8}, {"cache": "sparse:retention=0.5", "block_length": 8},
         {"cfg_scale": 0.5}, {"temperature": 0.9, "seed": 4},
     ],
