@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from mosaic.cli import decoding_options as o
 from mosaic.cli.output import note
 from mosaic.cli.request import own_dtype, require_torch
-from mosaic.errors import MissingExtra, UsageError
+from mosaic.errors import MissingExtra, UnknownName, UsageError
 
 
 def serve(
@@ -31,6 +32,15 @@ def serve(
     served_name: Annotated[str | None, typer.Option(help="The model's name in requests; its own if not given.")] = None,
     api_key: Annotated[list[str] | None, typer.Option(help="Requests need one of these keys.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse keys of a body that have no meaning.")] = False,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Presets of caches, sparse attention and eviction that requests may ask for, such as mage; all if not given."
+        ),
+    ] = None,
+    override_generation_config: Annotated[
+        str, typer.Option(help="Options of requests that leave them out, as JSON: '{\"threshold\": 0.9}'.")
+    ] = "{}",
     warm: Annotated[
         bool, typer.Option("--warm", help="Plan, compile and capture steps before the first request.")
     ] = False,
@@ -41,21 +51,32 @@ def serve(
         import uvicorn
     except ImportError as error:
         raise MissingExtra("uvicorn", "serve", "`mosaic serve`") from error
+    from mosaic.decoding.config import GenerationConfig, resolve, with_options
     from mosaic.models import load
+    from mosaic.models.policies.block_cache import BLOCK_CACHES
+    from mosaic.models.policies.registry import NAMES, PLAIN
     from mosaic.serving.app import create_app
     from mosaic.serving.engine import EngineOptions
     from mosaic.serving.supervisor import Limits
 
     described = load(model)
+    known = sorted({name for names in (*NAMES.values(), *PLAIN.values()) for name in names} | set(BLOCK_CACHES))
+    for name in policy or ():
+        if name not in known:
+            raise UnknownName("policy", name, known)
+    base = with_options(GenerationConfig(), _object(override_generation_config))
+    resolve(base, described.architecture)
     options = EngineOptions(
-        model=model, max_num_seqs=max_num_seqs, warm=warm,
+        model=model, base=base, max_num_seqs=max_num_seqs, warm=warm,
         compile={
             "device": device, "budget": budget, "host_budget": host_budget, "dtype": dtype or own_dtype(model, device),
             "threads": threads,
         },
     )  # fmt: skip
     name = served_name or described.name
-    app = create_app(described, name, options, Limits(max_waiting=max_waiting), keys=api_key or (), strict=strict)
+    app = create_app(
+        described, name, options, Limits(max_waiting=max_waiting), keys=api_key or (), strict=strict, policies=policy or None
+    )  # fmt: skip
     settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=60)
     try:  # before the model is loaded
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -76,3 +97,14 @@ def serve(
 
     with listening:
         asyncio.run(serving())
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The options of a JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"--override-generation-config is no JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise UsageError("--override-generation-config: expected a JSON object.")
+    return found
