@@ -363,6 +363,8 @@ def test_a_bench_counts_what_a_server_did(base: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from mosaic.cli import main; main()", "bench", "serve", "--model", "small-sdar"]
     command += ["--base-url", base, "--num-prompts", "7", "--input-len", "12", "--output-len", "40", "--ignore-eos"]
     sent = ["--max-concurrency", "3", "--prefix-len", "80"]
+    until(lambda: _metric(base, "vllm:num_requests_running") == 0, 30)
+    before = 32 * _metric(base, "vllm:diffusion_num_denoising_steps_total")
     ran = subprocess.run(
         [*command, *sent, "--goodput", "ttft:0.001", "--save", str(saved), "--json"], capture_output=True, text=True, check=False,
         timeout=120,
@@ -375,6 +377,12 @@ def test_a_bench_counts_what_a_server_did(base: str, tmp_path: Path) -> None:
     assert 0 < shown["median_ttft_ms"] <= shown["median_e2el_ms"] <= shown["p99_e2el_ms"] <= 1e3 * shown["duration"]
     assert shown["output_throughput"] == pytest.approx(7 * 40 / shown["duration"])
     assert shown["diffusion_committed_tokens"] == 7 * 40 and 1 <= 1 / shown["forwards_per_token"] <= 32
+    assert (
+        shown["diffusion_canvas_positions"] == 32 * _metric(base, "vllm:diffusion_num_denoising_steps_total") - before
+    )
+    assert (
+        0 < shown["in_step_seconds"] <= shown["duration"] and shown["in_step_throughput"] >= shown["output_throughput"]
+    )
     assert shown["peak_memory_bytes"] >= sum(series[0] for series in found["memory"]["committed"].values()) > 1e7
     refused = subprocess.run(
         [*command, *sent, "--extra-body", '{"temperature": -1}', "--json"],
