@@ -42,6 +42,10 @@ _NEXT_PROMPT: Final = 1 << 40
 """Between the numbers by which the prompts of one request draw: beyond those of all answers to one."""
 
 
+class _TooLong(MosaicError):
+    """The time of a request is over."""
+
+
 class _Ending(Exception):
     """An answer to a request that is an error: its status, type and headers."""
 
@@ -54,6 +58,8 @@ class _Ending(Exception):
         """What an error of ours means to the caller."""
         if isinstance(error, Busy):
             return cls(429, str(error), "rate_limit_error", {"Retry-After": str(error.seconds)})
+        if isinstance(error, _TooLong):
+            return cls(504, str(error), "timeout_error")
         if isinstance(error, EngineFailed):
             return cls(503, str(error), "engine_error", {"Retry-After": "1"})
         return cls(400, str(error), "invalid_request_error")
@@ -84,6 +90,9 @@ class _Answers:
         """Yield further text of an answer; one that has ended gets its reason before its last text."""
         heard: asyncio.Queue[tuple[int, str] | MosaicError | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._follow(place, heard)) for place in range(len(self._question.prompts))]
+        limit_s = self._server.limits.timeout_s
+        over = _TooLong(f"the answer has not ended within {limit_s:g} s, the limit here; ask for fewer tokens.")
+        ending = asyncio.get_running_loop().call_later(limit_s, heard.put_nowait, over)
         try:
             open_ = len(tasks)
             while open_:
@@ -95,6 +104,7 @@ class _Answers:
                 else:
                     yield found
         finally:
+            ending.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -167,17 +177,26 @@ class _Server:
         if scheme.lower() != "bearer" or not any(hmac.compare_digest(given.encode(), key) for key in self._keys):
             raise _Ending(401, "no valid API key: send 'Authorization: Bearer KEY'.", "authentication_error")
 
+    def admit(self, request: Request) -> None:
+        """Refuse what comes over a connection beyond the limit."""
+        if getattr(request.state, "crowded", False):
+            said = f"{self.limits.max_connections:,} connections are open, which is as many as may; ask again later."
+            raise _Ending(503, said, "overloaded_error", {"Connection": "close", "Retry-After": "1"})
+
     async def body(self, request: Request) -> Any:
         """The JSON of a request."""
-        found = bytearray()
+        found, limits = bytearray(), self.limits
         try:
-            async for part in request.stream():
-                found += part
-                if len(found) > self.limits.max_body_bytes:
-                    raise _Ending(
-                        413, f"the body has more than {self.limits.max_body_bytes:,} bytes.", "invalid_request_error"
-                    )
+            async with asyncio.timeout(limits.slow_s):
+                async for part in request.stream():
+                    found += part
+                    if len(found) > limits.max_body_bytes:
+                        said = f"the body has more than {limits.max_body_bytes:,} bytes."
+                        raise _Ending(413, said, "invalid_request_error")
             return json.loads(found)
+        except TimeoutError:
+            said = f"the body has not come within {limits.slow_s:g} s."
+            raise _Ending(408, said, "timeout_error", {"Connection": "close"}) from None
         except (ValueError, RecursionError) as error:
             raise _Ending(400, f"the body is no JSON: {error}.", "invalid_request_error") from None
         except ClientDisconnect:
@@ -352,6 +371,8 @@ def create_app(
     def route(path: str, method: str, answer: Callable[[Request], Awaitable[Response]]) -> None:
         async def answered(request: Request) -> Response:
             try:
+                if answer not in (health, metrics):  # those who watch a server are not turned away
+                    server.admit(request)
                 return await answer(request)
             except _Ending as ending:
                 return ending.response()
