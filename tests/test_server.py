@@ -48,11 +48,13 @@ def ids_of(question: str) -> list[int]:
 
 
 @contextmanager
-def serving(*, limits: Limits | None = None, max_num_seqs: int = 64, **options: Any) -> Iterator[str]:
+def serving(
+    *, model: str = "small-sdar", limits: Limits | None = None, max_num_seqs: int = 64, **options: Any
+) -> Iterator[str]:  # fmt: skip
     """A server on a free port, in a thread of its own; its engine is a process."""
-    engine = EngineOptions(model="small-sdar", compile=COMPILE, max_num_seqs=max_num_seqs)
+    engine = EngineOptions(model=model, compile=COMPILE, max_num_seqs=max_num_seqs)
     limits = replace(limits or Limits(), drain_s=5)
-    server = Server(create_app(MODEL, "small-sdar", engine, limits, **options), limits)
+    server = Server(create_app(load(model), model, engine, limits, **options), limits)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -186,7 +188,7 @@ def test_several_answers_differ_and_a_seed_repeats_them(base: str) -> None:
         ("completions", b'{"prompt": "a", "max_tokens": 1e99}', 400, "gen_length"),
         ("completions", b'{"prompt": "a", "n": 100000}', 400, "n="),
         ("completions", b'{"prompt": "a", "echo": true, "logprobs": 1}', 400, "echo"),
-        ("completions", b'{"prompt": "a", "logprobs": 1}', 400, "logprobs"),
+        ("completions", b'{"prompt": "a", "logprobs": 2}', 400, "logprobs"),
         ("completions", b'{"prompt": "a", "temperature": "hot"}', 400, "temperature"),
         ("completions", b'{"prompt": "a", "cache": "dual"}', 400, "cache"),
         ("completions", b'{"prompt": [999999999]}', 400, "token"),

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import resource
 import socket
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
 from mosaic.cli import decoding_options as o
 from mosaic.cli.output import note
 from mosaic.cli.request import own_dtype, require_torch
-from mosaic.errors import UsageError
+from mosaic.errors import UnknownName, UsageError
 
 _OTHER_FILES: Final = 64
 """Open files that are no connections."""
@@ -42,21 +43,39 @@ def serve(
         float, typer.Option(min=0, help="Seconds that running requests have after SIGTERM.")
     ] = 60.0,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse keys of a body that have no meaning.")] = False,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Presets of caches, sparse attention and eviction that requests may ask for, such as mage; all if not given."
+        ),
+    ] = None,
+    override_generation_config: Annotated[
+        str, typer.Option(help="Options of requests that leave them out, as JSON: '{\"threshold\": 0.9}'.")
+    ] = "{}",
     warm: Annotated[
         bool, typer.Option("--warm", help="Plan, compile and capture steps before the first request.")
     ] = False,
 ) -> None:
     """Serve a model over HTTP with OpenAI's endpoints, its engine in a process of its own."""
     require_torch("`mosaic serve`")
+    from mosaic.decoding.config import GenerationConfig, resolve, with_options
     from mosaic.models import load
+    from mosaic.models.policies.block_cache import BLOCK_CACHES
+    from mosaic.models.policies.registry import NAMES, PLAIN
     from mosaic.serving.app import create_app
     from mosaic.serving.connections import Server
     from mosaic.serving.engine import EngineOptions
     from mosaic.serving.supervisor import EngineFailed, Limits
 
     described = load(model)
+    known = sorted({name for names in (*NAMES.values(), *PLAIN.values()) for name in names} | set(BLOCK_CACHES))
+    for name in policy or ():
+        if name not in known:
+            raise UnknownName("policy", name, known)
+    base = with_options(GenerationConfig(), _object(override_generation_config))
+    resolve(base, described.architecture)
     options = EngineOptions(
-        model=model, max_num_seqs=max_num_seqs, warm=warm,
+        model=model, base=base, max_num_seqs=max_num_seqs, warm=warm,
         compile={
             "device": device, "budget": budget, "host_budget": host_budget, "dtype": dtype or own_dtype(model, device),
             "threads": threads,
@@ -66,7 +85,9 @@ def serve(
     limits = Limits(
         max_waiting=max_waiting, max_connections=_connections(max_connections), timeout_s=timeout, drain_s=drain_timeout
     )
-    app = create_app(described, name, options, limits, keys=api_key or (), strict=strict)
+    app = create_app(
+        described, name, options, limits, keys=api_key or (), strict=strict, policies=policy or None
+    )  # fmt: skip
     try:  # before the model is loaded
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
@@ -101,3 +122,14 @@ def _connections(wanted: int) -> int:
         if soft < needed:
             note(f"{soft - _OTHER_FILES:,} connections at most: this process may open {soft:,} files; raise ulimit -n.")
     return wanted if soft == resource.RLIM_INFINITY else min(wanted, soft - _OTHER_FILES)
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The options of a JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"--override-generation-config is no JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise UsageError("--override-generation-config: expected a JSON object.")
+    return found

@@ -14,7 +14,7 @@ from mosaic.decoding.config import ALGORITHMS, GenerationConfig, resolve
 from mosaic.decoding.rows import OF_TABLE, TableRow
 from mosaic.errors import UsageError
 from mosaic.models.architecture import Architecture
-from mosaic.models.parts import CANVAS
+from mosaic.models.parts import CANVAS, Commit
 from mosaic.models.policies.policy import BlockStep
 from mosaic.models.policies.registry import policies_of
 from mosaic.models.policies.sparse_keys import SparseKeys
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "algorithm_of",
     "canvas_length",
+    "decides_by_probability",
     "expected_steps",
     "largest_steps",
     "longest_row",
@@ -159,6 +160,12 @@ def largest_steps(
     canvas = canvas_length(config, architecture, prompt_len)
     sizes = algorithm_of(config).shapes(config, architecture, prompt_len, request_id)
     return [_of_canvas(size, canvas) for size in sizes if size is not None]
+
+
+def decides_by_probability(config: GenerationConfig, architecture: Architecture) -> bool:
+    """Return whether tokens are committed by their probabilities, options resolved: then a `confidence` is one."""
+    rules = [size.phase.commit for size in largest_steps(config, architecture, 1, 0)]
+    return all(rule.score == "confidence" and not rule.perturb for rule in rules if isinstance(rule, Commit))
 
 
 def expected_steps(config: GenerationConfig, architecture: Architecture, prompt_len: int) -> Iterator[StepSize]:

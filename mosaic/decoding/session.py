@@ -23,6 +23,7 @@ from mosaic.decoding.canvas import Canvas
 from mosaic.decoding.config import GenerationConfig, resolve, uncut, with_options
 from mosaic.decoding.deadlines import Deadlines
 from mosaic.decoding.described import Described, admitted, describe
+from mosaic.decoding.forecast import Forecast
 from mosaic.decoding.generators import Generators
 from mosaic.decoding.live import LiveRequest, Submission
 from mosaic.decoding.pinned import Pins
@@ -181,6 +182,12 @@ class Session(ClosesOnExit):
         """Return whether every future step fits the budget, with all that is live and these requests added; as for `submit`."""
         with interrupts_held(), self._runner.exclusive(), ExitStack() as withdrawing, interrupts_let_through():
             return admitted(self._described(submissions), self._table, self._has_room, withdrawing) is not None
+
+    def forecast(self, submission: Submission) -> Forecast:
+        """Return what a request would take, and when there is room for it; nothing changes. Raises as `submit` does."""
+        with self._runner.exclusive():
+            (one,) = self._described([submission])
+            return Forecast.of(one, self._runner.architecture, self.admits(submission), lambda: self._refuse([one]))
 
     def submit(
         self, prompt: Prompt, config: GenerationConfig | None = None, *, request_id: int | None = None,

@@ -109,6 +109,14 @@ class Tokenizer:
         except jinja2.TemplateError as error:
             raise UsageError(f"the chat template of {self.directory} refuses this: {error}.") from None
 
+    def info(self) -> dict[str, Any]:
+        """Return what tokenizer_config.json says, special tokens as texts, and the chat template if there is one."""
+        found = self._config | {name: text or None for name, text in self._special_tokens().items()}
+        try:
+            return found | {"chat_template": self._chat_template()}
+        except UsageError:
+            return found
+
     def _chat_template(self) -> str:
         file = self.directory / "chat_template.jinja"
         if file.is_file():

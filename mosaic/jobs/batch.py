@@ -10,6 +10,7 @@ from typing import Any, Final
 from mosaic.decoding.config import GenerationConfig
 from mosaic.errors import MosaicError, UnknownName, UsageError
 from mosaic.jobs.lines import Answered
+from mosaic.jobs.names import NAMES, own_names
 from mosaic.jobs.sampling import CompletionOutput, SamplingParams
 
 __all__ = ["CHAT", "KEYS", "URLS", "answer_line", "answered", "check", "parameters"]
@@ -21,7 +22,7 @@ _PARAMS: Final = frozenset(entry.name for entry in fields(SamplingParams)) - {"e
 _OPTIONS: Final = frozenset(entry.name for entry in fields(GenerationConfig))
 _OF_CALLER: Final = frozenset({"model", "prompt", "messages", "user", "metadata", "store"})
 """Keys of a body that change no answer, and the prompt."""
-KEYS: Final = _PARAMS | _OPTIONS | _OF_CALLER | {"max_completion_tokens", "stream"}
+KEYS: Final = _PARAMS | _OPTIONS | _OF_CALLER | {*NAMES, "vllm_xargs", "stream"}
 """All keys of a body that have a meaning."""
 
 
@@ -44,16 +45,14 @@ def check(found: Mapping[str, Any]) -> None:
 
 
 def parameters(body: Mapping[str, Any], base: GenerationConfig) -> SamplingParams:
-    """Return the options of a body; those that it leaves out are of `base`.
+    """Return the options of a body, under any of their names; those that it leaves out are of `base`.
 
     Raises
     ------
     UsageError
         In one line, if an option is unknown or its value cannot be.
     """
-    given = {name: value for name, value in body.items() if name not in _OF_CALLER and value is not None}
-    if (most := given.pop("max_completion_tokens", None)) is not None:
-        given.setdefault("max_tokens", most)
+    given = {name: value for name, value in own_names(body).items() if name not in _OF_CALLER and value is not None}
     if given.pop("stream", False):
         raise UsageError("stream: a batch has whole answers; leave it out.")
     if given.get("logprobs") is False:

@@ -7,20 +7,19 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, Final
 
-from mosaic.decoding.prompts import token_ids
+from mosaic.decoding.prompts import is_integer, token_ids
 from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.errors import MissingExtra, MosaicError, UsageError
 from mosaic.models import Model
+from mosaic.serving.answers import Answers, Piece, TooLong
 from mosaic.serving.engine import EngineOptions
-from mosaic.serving.messages import Ended
 from mosaic.serving.metrics import Metrics
-from mosaic.serving.protocol import CHAT, Question, Reply, error_body, read
+from mosaic.serving.protocol import CHAT, Question, Reply, TokenScore, error_body, read
 from mosaic.serving.supervisor import Busy, EngineFailed, Limits, Supervisor, TooLarge
-from mosaic.serving.text import AnswerText
 from mosaic.version import __version__
 
 try:
@@ -38,12 +37,6 @@ _log = logging.getLogger(__name__)
 _CHARACTERS: Final = 4
 """A text of so many times as many characters as the longest tokens have together is too long, whatever is normalised away."""
 COMPLETIONS: Final = "/v1/completions"
-_NEXT_PROMPT: Final = 1 << 40
-"""Between the numbers by which the prompts of one request draw: beyond those of all answers to one."""
-
-
-class _TooLong(MosaicError):
-    """The time of a request is over."""
 
 
 class _Ending(Exception):
@@ -58,7 +51,7 @@ class _Ending(Exception):
         """What an error of ours means to the caller."""
         if isinstance(error, Busy):
             return cls(429, str(error), "rate_limit_error", {"Retry-After": str(error.seconds)})
-        if isinstance(error, _TooLong):
+        if isinstance(error, TooLong):
             return cls(504, str(error), "timeout_error")
         if isinstance(error, EngineFailed):
             return cls(503, str(error), "engine_error", {"Retry-After": "1"})
@@ -70,99 +63,15 @@ class _Ending(Exception):
         return JSONResponse(body, status_code=self.status, headers=self.headers)
 
 
-class _Answers:
-    """The answers to a question as they become final."""
-
-    def __init__(self, server: _Server, question: Question) -> None:
-        self._server, self._question = server, question
-        answers = question.params.n
-        self.texts = [AnswerText(server.tokenizer, question.params) for _ in range(answers * len(question.prompts))]
-        self.reasons: list[str | None] = [None] * len(self.texts)
-        self.steps = self.cached_tokens = 0
-        self._began, self._first = time.perf_counter(), True
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all answers."""
-        return sum(text.tokens for text in self.texts)
-
-    async def pieces(self) -> AsyncGenerator[tuple[int, str], None]:
-        """Yield further text of an answer; one that has ended gets its reason before its last text."""
-        heard: asyncio.Queue[tuple[int, str] | MosaicError | None] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._follow(place, heard)) for place in range(len(self._question.prompts))]
-        limit_s = self._server.limits.timeout_s
-        over = _TooLong(f"the answer has not ended within {limit_s:g} s, the limit here; ask for fewer tokens.")
-        ending = asyncio.get_running_loop().call_later(limit_s, heard.put_nowait, over)
-        try:
-            open_ = len(tasks)
-            while open_:
-                found = await heard.get()
-                if isinstance(found, MosaicError):
-                    raise found
-                if found is None:
-                    open_ -= 1
-                else:
-                    yield found
-        finally:
-            ending.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        reasons = [reason or "" for reason in self.reasons]
-        self._server.metrics.answered(time.perf_counter() - self._began, self.tokens, self.steps, reasons)
-
-    async def _follow(self, place: int, heard: asyncio.Queue[tuple[int, str] | MosaicError | None]) -> None:
-        """Follow one prompt."""
-        question, answers = self._question, self._question.params.n
-        first = place * answers
-        asked = self._server.engine.answer(
-            question.prompts[place], question.config, answers=answers, draws=place * _NEXT_PROMPT
-        )
-        try:
-            async with aclosing(asked):
-                async for found in asked:
-                    if isinstance(found, Ended):
-                        self._end(first, found, heard)
-                        break
-                    for at, ids in found.items():
-                        self._push(first + at, ids, heard)
-                    if None not in self.reasons[first : first + answers]:  # all have met a stop
-                        break
-            heard.put_nowait(None)
-        except MosaicError as error:
-            heard.put_nowait(error)
-
-    def _push(self, index: int, ids: Sequence[int], heard: asyncio.Queue[Any]) -> None:
-        if self._first:
-            self._first = False
-            self._server.metrics.began(time.perf_counter() - self._began)
-        text = self.texts[index]
-        shown = text.push(ids)
-        if text.stopped is not None and self.reasons[index] is None:
-            self.reasons[index] = "stop"
-            heard.put_nowait((index, shown))
-        elif shown:
-            heard.put_nowait((index, shown))
-
-    def _end(self, first: int, ended: Ended, heard: asyncio.Queue[Any]) -> None:
-        self.steps += sum(ended.steps)
-        self.cached_tokens += ended.cached_tokens
-        for place, finish in enumerate(ended.finishes):
-            index = first + place
-            if self.reasons[index] is None:
-                shown = self.texts[index].flush()
-                stopped = finish == "eos" or self.texts[index].stopped is not None
-                self.reasons[index] = "stop" if stopped else finish
-                heard.put_nowait((index, shown))
-
-
 class _Server:
     """What all requests share."""
 
     def __init__(
-        self, model: Model, name: str, options: EngineOptions, limits: Limits, *, keys: Sequence[str], strict: bool
+        self, model: Model, name: str, options: EngineOptions, limits: Limits, *, keys: Sequence[str], strict: bool,
+        policies: Collection[str] | None,
     ) -> None:  # fmt: skip
-        self.model, self.name, self.base, self.limits, self.strict = model, name, options.base, limits, strict
+        self.model, self.name, self.base, self.limits = model, name, options.base, limits
+        self.strict, self.policies = strict, policies
         self.tokenizer = Tokenizer(_path(model))
         self.metrics = Metrics(name)
         self.engine = Supervisor(options, limits, self.metrics)
@@ -204,6 +113,22 @@ class _Server:
 
     async def complete(self, request: Request) -> Response:
         """Answer a completion, of a prompt or a chat."""
+        question = await self._asked(request, request.url.path)
+        self._check(question)
+        self.metrics.asked(sum(map(len, question.prompts)))
+        reply, answers = (
+            Reply(question, self.name, self.tokenizer),
+            Answers(self.engine, self.metrics, self.tokenizer, question, self.limits.timeout_s),
+        )
+        headers = {"X-Mosaic-Ignored": ", ".join(question.ignored)} if question.ignored else {}
+        if question.stream:
+            return await self._streamed(reply, answers, headers)
+        texts, scores = await self._whole(request, answers)
+        reasons = [reason or "" for reason in answers.reasons]
+        return JSONResponse(reply.whole(texts, reasons, scores, answers.usage), headers=headers)
+
+    async def _asked(self, request: Request, url: str | None = None) -> Question:
+        """What a request asks for, as of this address, or as of a chat's if it has messages."""
         self.allow(request)
         body = await self.body(request)
         if isinstance(body, dict) and body.get("model") not in (None, self.name):
@@ -211,20 +136,26 @@ class _Server:
                 404, f"the model {body['model']!r} is not here; this server has '{self.name}'.", "not_found_error"
             )
         self._check_text(body)
-        question = await asyncio.to_thread(
-            read, body, request.url.path, self.base, self.model.architecture, self.tokenizer, strict=self.strict
-        )
-        self._check(question)
-        self.metrics.asked(sum(map(len, question.prompts)))
-        reply, answers = Reply(question, self.name), _Answers(self, question)
-        headers = {"X-Mosaic-Ignored": ", ".join(question.ignored)} if question.ignored else {}
-        if question.stream:
-            return await self._streamed(reply, answers, headers)
-        texts = await self._whole(request, answers)
-        return JSONResponse(
-            reply.whole(texts, [reason or "" for reason in answers.reasons], answers.tokens, answers.cached_tokens),
-            headers=headers,
-        )
+        url = url or (CHAT if isinstance(body, dict) and "messages" in body else COMPLETIONS)
+        return await asyncio.to_thread(
+            read, body, url, self.base, self.model.architecture, self.tokenizer, strict=self.strict, policies=self.policies
+        )  # fmt: skip
+
+    async def plan(self, request: Request) -> Response:
+        """Whether a request would fit, when, and what it would take; its body is that of a completion or a chat."""
+        question = await self._asked(request)
+        prompt = max(question.prompts, key=len)
+        found = await self.engine.forecast(prompt, question.config)
+        seconds = None if found.steps is None else round(found.steps * self.engine.step_s, 3)
+        return JSONResponse({
+            "fits": found.fits, "wait_steps": found.steps, "wait_seconds": seconds, "prompt_tokens": len(prompt),
+            "positions": found.positions, "max_model_len": self.engine.longest, "bytes": dict(found.state_bytes),
+            "requests": question.params.n * len(question.prompts), "waiting": self.engine.waiting, "message": found.why,
+        })  # fmt: skip
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens by themselves, special ones included."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _check_text(self, body: Any) -> None:
         """Refuse text of which no tokenizer makes few enough tokens, before it is read: that may take many seconds."""
@@ -244,14 +175,15 @@ class _Server:
                 "or ask for fewer tokens."
             )
 
-    async def _whole(self, request: Request, answers: _Answers) -> list[str]:
-        """The texts of all answers; a caller who leaves cancels them."""
-        texts = [""] * len(answers.texts)
+    async def _whole(self, request: Request, answers: Answers) -> tuple[list[str], list[list[TokenScore]]]:
+        """The texts of all answers, and what their tokens were committed by; a caller who leaves cancels them."""
+        texts, scores = [""] * len(answers.texts), [list[TokenScore]() for _ in answers.texts]
 
         async def collect() -> None:
             async with aclosing(answers.pieces()) as pieces:
-                async for index, text in pieces:
+                async for index, text, found in pieces:
                     texts[index] += text
+                    scores[index] += found
 
         collecting = asyncio.create_task(collect())
         leaving = asyncio.create_task(_left(request))
@@ -263,9 +195,9 @@ class _Server:
                 await collecting
             raise _Ending(499, "the caller has left.", "cancelled")
         collecting.result()
-        return texts
+        return texts, scores
 
-    async def _streamed(self, reply: Reply, answers: _Answers, headers: dict[str, str]) -> Response:
+    async def _streamed(self, reply: Reply, answers: Answers, headers: dict[str, str]) -> Response:
         """A response that begins when there is something to send: what is refused before has its status."""
         pieces = answers.pieces()
         try:
@@ -278,20 +210,22 @@ class _Server:
             shown = set[int]()
             async with aclosing(pieces):
                 try:
-                    async for index, text in _after(first, pieces):
+                    async for index, text, scores in _after(first, pieces):
                         role = index not in shown
                         shown.add(index)
                         if role and reply.question.chat:
                             yield _event(reply.piece(index, "", role=True))
-                        if text:
-                            yield _event(reply.piece(index, text))
+                        if text or scores:
+                            yield _event(reply.piece(index, text, scores=scores))
+                        if (frame := answers.frames.pop(index, None)) is not None:
+                            yield _event(reply.frame(index, frame))
                         if (reason := answers.reasons[index]) is not None:
                             yield _event(reply.piece(index, reason=reason))
                 except MosaicError as error:
                     ending = _Ending.of(error)
                     yield _event(error_body(ending.message, ending.kind, ending.status))
             if reply.question.with_usage:
-                yield _event(reply.last(answers.tokens, answers.cached_tokens))
+                yield _event(reply.last(answers.usage))
             yield "data: [DONE]\n\n"
 
         return StreamingResponse(
@@ -304,9 +238,33 @@ class _Server:
         body = await self.body(request)
         if not isinstance(body, dict) or ("prompt" in body) == ("messages" in body):
             raise UsageError("give either 'prompt', a text, or 'messages'.")
-        prompt = body.get("prompt", body.get("messages"))
-        ids = token_ids(prompt, lambda: self.tokenizer, which="the prompt").tolist()
-        return JSONResponse({"count": len(ids), "max_model_len": self.engine.longest, "tokens": ids})
+        self._check_text(body)
+        ids = await asyncio.to_thread(self._ids, body)
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": self.engine.longest, "tokens": ids}
+        if body.get("return_token_strs"):
+            found["token_strs"] = [self.decode([one]) for one in ids]
+        return JSONResponse(found)
+
+    def _ids(self, body: Mapping[str, Any]) -> list[int]:
+        if isinstance(prompt := body.get("prompt"), str):
+            return self.tokenizer.encode(prompt, add_special_tokens=body.get("add_special_tokens") is not False)
+        given = prompt if "prompt" in body else body["messages"]
+        return list(token_ids(given, lambda: self.tokenizer, which="the prompt").tolist())
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
+        self.allow(request)
+        body = await self.body(request)
+        ids = body.get("tokens") if isinstance(body, dict) else None
+        most = self.model.architecture.vocabulary
+        if not isinstance(ids, list) or not all(is_integer(one) and 0 <= one < most for one in ids):
+            raise UsageError(f"tokens: expected a list of token ids, from 0 to {most - 1:,}.")
+        return JSONResponse({"prompt": self.decode(ids)})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """What tokenizer_config.json says."""
+        self.allow(request)
+        return JSONResponse(self.tokenizer.info())
 
     def models(self) -> Response:
         """The model, with the most positions of a request as planned."""
@@ -329,7 +287,7 @@ class _Server:
 
 def create_app(
     model: Model, name: str, options: EngineOptions, limits: Limits | None = None, *, keys: Sequence[str] = (),
-    strict: bool = False,
+    strict: bool = False, policies: Collection[str] | None = None,
 ) -> FastAPI:  # fmt: skip
     """Return the application; its lifespan starts the engine, unless `state.engine` was started before, and ends it.
 
@@ -343,13 +301,15 @@ def create_app(
         API keys, one of which each request has to have; none: nobody is asked.
     strict
         Whether a key of a body that has no meaning is refused, rather than named in the header `X-Mosaic-Ignored`.
+    policies
+        The presets of caches, sparse attention and eviction that a request may ask for; None: all that the model has.
 
     Raises
     ------
     UsageError
         If the model has no tokenizer.
     """
-    server = _Server(model, name, options, limits or Limits(), keys=keys, strict=strict)
+    server = _Server(model, name, options, limits or Limits(), keys=keys, strict=strict, policies=policies)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -398,7 +358,9 @@ def create_app(
 
     for path in (COMPLETIONS, CHAT):
         route(path, "POST", server.complete)
-    route("/tokenize", "POST", server.tokenize)
+    for path, answer in (("/tokenize", server.tokenize), ("/detokenize", server.detokenize), ("/plan", server.plan)):
+        route(path, "POST", answer)
+    route("/tokenizer_info", "GET", server.tokenizer_info)
     for path, answer in (("/v1/models", models), ("/health", health), ("/metrics", metrics)):
         route(path, "GET", answer)
     return app
@@ -418,7 +380,7 @@ async def _left(request: Request) -> None:
         pass
 
 
-async def _after(first: tuple[int, str], others: AsyncIterator[tuple[int, str]]) -> AsyncIterator[tuple[int, str]]:
+async def _after(first: Piece, others: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
     yield first
     async for one in others:
         yield one

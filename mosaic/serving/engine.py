@@ -10,7 +10,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,14 +25,17 @@ from mosaic.jobs.sampling import submissions
 from mosaic.models import load
 from mosaic.models.step import MAX_TOKENS
 from mosaic.runtime.compile import compile
-from mosaic.serving.messages import Asked, Cancelled, Ended, Failed, Ready, Refused, Stepped
+from mosaic.serving.messages import Asked, Ended, Failed, Foretold, Frame, Fresh, Ready, Refused, Stepped, Wondered
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from torch import Tensor
 
+    from mosaic.decoding.forecast import Forecast
+    from mosaic.decoding.streaming import Step
     from mosaic.runtime.compiled import CompiledModel
+    from mosaic.serving.messages import ToEngine
 
 __all__ = ["EngineOptions", "run_engine"]
 
@@ -70,18 +73,48 @@ class EngineOptions:
 
 
 class _Feed:
-    """Collects the tokens of one answer as they become final, behind its prompt."""
+    """Collects what becomes final of one answer, behind its prompt; if its steps are told, scores and canvases, too."""
 
-    def __init__(self, pending: dict[int, list[int]], place: int) -> None:
-        self._pending, self._place, self._began = pending, place, False
+    def __init__(self, asked: Asked) -> None:
+        self._scored, self._framed = asked.scores, asked.frames
+        self._next = -1  # the first position that is not final; the prompt comes first
+        self._decided = dict[int, tuple[int, float]]()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._ids, self._scores = list[int](), list[float]()
+        self._frame: Frame | None = None
 
     def put(self, value: Tensor) -> None:
-        if self._began:
-            self._pending.setdefault(self._place, []).extend(value.tolist())
-        self._began = True
+        if self._next < 0:
+            self._next = len(value)
+            return
+        for token in value.tolist():
+            _, score = self._decided.pop(self._next, (token, math.nan))
+            self._ids.append(token)
+            self._scores.append(score)
+            self._next += 1
 
     def end(self) -> None:
         """What ends is in the outcome."""
+
+    def saw(self, step: Step) -> None:
+        """Note what a step decided."""
+        found = zip(step.positions.tolist(), step.token_ids.tolist(), step.confidence.tolist(), strict=True)
+        self._decided |= {at: (token, score) for at, token, score in found}
+        self._frame = Frame(step.step, step.block, step.masked, ())
+
+    def take(self) -> Fresh | None:
+        """Return what was not sent yet."""
+        if not self._ids and (self._frame is None or not self._framed):
+            return None
+        frame = self._frame if self._framed else None
+        if frame is not None:
+            known = range(self._next, max(self._decided, default=self._next - 1) + 1)
+            frame = frame._replace(ids=[self._decided.get(at, (-1, 0.0))[0] for at in known])
+        found = Fresh(self._ids, self._scores if self._scored else (), frame)
+        self._clear()
+        return found
 
 
 class _Engine:
@@ -89,7 +122,7 @@ class _Engine:
         self._model, self._session, self._connection = model, session, connection
         self._stream = Stream(session, most_live=options.max_num_seqs, most_ahead=_AHEAD)
         self._waiting = deque[Asked]()
-        self._fresh = dict[int, dict[int, list[int]]]()  # by prompt and answer, tokens that were not sent
+        self._feeds = dict[int, list[_Feed]]()  # by prompt
         self._memory, self._looked_s = dict[str, tuple[int, int]](), -math.inf
 
     def run(self) -> None:
@@ -106,18 +139,19 @@ class _Engine:
                 self._submit(self._waiting.popleft())
             positions = sum(request.config.block_length or 1 for request in self._session.live)
             outcomes = self._stream.advance(ordered=False)
-            tokens = {number: dict(found) for number, found in self._fresh.items() if found}
-            for found in self._fresh.values():
-                found.clear()
-            if tokens or outcomes or busy:
-                self._connection.send(self._state(tokens, positions))
+            fresh = {number: found for number, feeds in self._feeds.items() if (found := _taken(feeds))}
+            if fresh or outcomes or busy:
+                self._connection.send(self._state(fresh, positions))
             for outcome in outcomes:
-                del self._fresh[outcome.number]
+                del self._feeds[outcome.number]
                 self._connection.send(_answer(outcome))
 
-    def _take(self, message: Asked | Cancelled) -> None:
+    def _take(self, message: ToEngine) -> None:
         if isinstance(message, Asked):
             self._waiting.append(message)
+            return
+        if isinstance(message, Wondered):
+            self._connection.send(Foretold(message.number, self._foretell(message)))
             return
         kept = deque(asked for asked in self._waiting if asked.number != message.number)
         if len(kept) < len(self._waiting):
@@ -126,22 +160,38 @@ class _Engine:
         else:
             self._stream.cancel(message.number)
 
+    def _foretell(self, wondered: Wondered) -> Forecast | str:
+        prompt = torch.tensor(wondered.prompt, dtype=torch.int64)
+        try:
+            return self._session.forecast(Submission(prompt=prompt, config=wondered.config))
+        except MosaicError as error:
+            return str(error)
+
     def _submit(self, asked: Asked) -> None:
-        pending = self._fresh[asked.number] = {}
         prompt = torch.tensor(asked.prompt, dtype=torch.int64)
         found = submissions(prompt, asked.config, asked.draws, asked.answers)
+        feeds = self._feeds[asked.number] = [_Feed(asked) for _ in found]
+        told = asked.scores or asked.frames
         self._stream.put(
-            asked.number, [replace(one, streamer=_Feed(pending, place)) for place, one in enumerate(found)]
+            asked.number,
+            [
+                replace(one, streamer=feed, on_step=feed.saw if told else None)
+                for one, feed in zip(found, feeds, strict=True)
+            ],
         )
 
-    def _state(self, tokens: Mapping[int, Mapping[int, list[int]]], positions: int) -> Stepped:
+    def _state(self, fresh: Mapping[int, Mapping[int, Fresh]], positions: int) -> Stepped:
         if (now := time.monotonic()) - self._looked_s >= _LOOKED_S:
             memory, self._looked_s = self._model.memory(), now
             self._memory = {name: (memory.planned[name], memory.committed[name]) for name in memory.planned}
         waiting = len(self._waiting) + self._stream.holds
         return Stepped(
-            tokens=tokens, positions=positions, waiting=waiting, running=len(self._session.live), memory=self._memory
+            fresh=fresh, positions=positions, waiting=waiting, running=len(self._session.live), memory=self._memory
         )
+
+
+def _taken(feeds: Sequence[_Feed]) -> dict[int, Fresh]:
+    return {place: found for place, feed in enumerate(feeds) if (found := feed.take()) is not None}
 
 
 def _answer(outcome: Outcome) -> Ended | Refused:

@@ -4,22 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from mosaic.decoding.config import GenerationConfig
+from mosaic.decoding.forecast import Forecast
 
-__all__ = ["Asked", "Cancelled", "Ended", "Failed", "Ready", "Refused", "Stepped", "ToEngine", "ToServer"]
+__all__ = [
+    "Asked",
+    "Cancelled",
+    "Ended",
+    "Failed",
+    "Foretold",
+    "Frame",
+    "Fresh",
+    "Ready",
+    "Refused",
+    "Stepped",
+    "ToEngine",
+    "ToServer",
+    "Wondered",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A prompt, and how many answers to it are wanted; `draws` is the number by which the first of them draws."""
+    """A prompt, and how many answers to it are wanted; `draws` is the number by which the first of them draws. `scores`: what
+    each token was committed by is wanted, too; `frames`: so are canvases."""
 
     number: int
     prompt: Sequence[int]
     config: GenerationConfig
     answers: int
     draws: int
+    scores: bool = False
+    frames: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +45,23 @@ class Cancelled:
     """Nobody waits for the answers to a prompt any more."""
 
     number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wondered:
+    """Would a request fit, when, and what would it take?"""
+
+    number: int
+    prompt: Sequence[int]
+    config: GenerationConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """What was wondered at, or why it cannot be said."""
+
+    number: int
+    forecast: Forecast | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +78,32 @@ class Failed:
     message: str
 
 
+class Frame(NamedTuple):
+    """A canvas after a step: steps so far, the block that it decoded, positions of the answer that are open, and the tokens from
+    the first one that is not final to the last one that is decided, -1 where none is."""
+
+    step: int
+    block: int
+    masked: int
+    ids: Sequence[int]
+
+
+class Fresh(NamedTuple):
+    """What is new of an answer: tokens that became final, what each was committed by if asked for, and the last canvas."""
+
+    ids: Sequence[int]
+    scores: Sequence[float] = ()
+    frame: Frame | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped:
     """What a step has made final, and the state of the engine after it.
 
     Parameters
     ----------
-    tokens
-        By prompt, then by the place of the answer: token ids, in order.
+    fresh
+        By prompt, then by the place of the answer.
     positions
         Positions of the answers' canvases that the step decoded.
     waiting, running
@@ -59,7 +112,7 @@ class Stepped:
         Bytes by pool, as planned and as committed.
     """
 
-    tokens: Mapping[int, Mapping[int, Sequence[int]]]
+    fresh: Mapping[int, Mapping[int, Fresh]]
     positions: int
     waiting: int
     running: int
@@ -86,5 +139,5 @@ class Refused:
     fits: bool
 
 
-ToEngine: TypeAlias = Asked | Cancelled
-ToServer: TypeAlias = Ready | Failed | Stepped | Ended | Refused
+ToEngine: TypeAlias = Asked | Cancelled | Wondered
+ToServer: TypeAlias = Ready | Failed | Stepped | Ended | Refused | Foretold

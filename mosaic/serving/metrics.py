@@ -55,7 +55,7 @@ class Metrics:
         self._waiting.labels(self._model).set(step.waiting)
         self._positions.labels(self._model).inc(step.positions)
         self._committed.labels(self._model).inc(
-            sum(len(ids) for answers in step.tokens.values() for ids in answers.values())
+            sum(len(fresh.ids) for answers in step.fresh.values() for fresh in answers.values())
         )
         for pool, sizes in step.memory.items():
             for kind, size in zip(("planned", "committed"), sizes, strict=True):

@@ -5,30 +5,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import multiprocessing
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from mosaic.decoding.config import GenerationConfig
+from mosaic.decoding.forecast import Forecast
 from mosaic.errors import MosaicError
 from mosaic.serving.engine import EngineOptions, run_engine
-from mosaic.serving.messages import Asked, Cancelled, Ended, Failed, Ready, Stepped
+from mosaic.serving.messages import Asked, Cancelled, Ended, Failed, Foretold, Ready, Stepped, Wondered
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from mosaic.serving.messages import ToEngine, ToServer
+    from mosaic.serving.messages import Fresh, ToEngine, ToServer
     from mosaic.serving.metrics import Metrics
 
 __all__ = ["Busy", "EngineFailed", "Limits", "Supervisor", "TooLarge"]
 
-Heard: TypeAlias = "dict[int, Sequence[int]] | Ended"
-"""What a prompt's caller hears: fresh tokens by answer, then the end."""
+Heard: TypeAlias = "Mapping[int, Fresh] | Ended"
+"""What a prompt's caller hears: what is new by answer, then the end."""
+_STEPS: Final = 16
+"""Over about so many steps their time is averaged."""
 _MOST_FAILURES: Final = 3
 """An engine that was ready once, and so often in a row ends before it is again, is not started any more."""
 _log = logging.getLogger(__name__)
@@ -103,14 +107,20 @@ class Supervisor:
         How often the engine has been started again.
     failure
         Why it is not ready, after it has failed.
+    step_s
+        Seconds of a step of late.
+    waiting
+        Prompts that wait for admission.
     """
 
     def __init__(self, options: EngineOptions, limits: Limits, metrics: Metrics) -> None:
         self._options, self._limits, self._metrics = options, limits, metrics
         self.state, self.failure = "starting", ""
         self.longest = self.restarts = 0
-        self._numbers = self._failures = self._waiting = 0
+        self._numbers = self._failures = self.waiting = 0
+        self.step_s, self._stepped_s = 0.0, math.inf
         self._running = dict[int, _Running]()
+        self._wondering = dict[int, asyncio.Future[Forecast | str]]()
         self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
         self._rate = _Rate()
         self._changed = asyncio.Event()
@@ -168,9 +178,10 @@ class Supervisor:
                 await asyncio.to_thread(process.join)
 
     async def answer(
-        self, prompt: Sequence[int], config: GenerationConfig, *, answers: int, draws: int
-    ) -> AsyncGenerator[Heard, None]:
-        """Yield fresh tokens by answer as they become final, and the end. Whoever stops listening cancels the request.
+        self, prompt: Sequence[int], config: GenerationConfig, *, answers: int, draws: int, scores: bool = False,
+        frames: bool = False,
+    ) -> AsyncGenerator[Heard, None]:  # fmt: skip
+        """Yield what is new by answer, and the end; the arguments are those of `Asked`. Who stops listening cancels the request.
 
         Raises
         ------
@@ -184,13 +195,15 @@ class Supervisor:
             If it cannot be.
         """
         await self.ready()
-        if self._waiting >= self._limits.max_waiting:
-            raise Busy(f"{self._waiting:,} requests wait, which is as many as may; ask again later.", self.retry_s)
+        if self.waiting >= self._limits.max_waiting:
+            raise Busy(f"{self.waiting:,} requests wait, which is as many as may; ask again later.", self.retry_s)
         self._numbers += 1
         number = self._numbers
-        running = _Running(asked=Asked(number=number, prompt=prompt, config=config, answers=answers, draws=draws))
+        running = _Running(asked=Asked(
+            number=number, prompt=prompt, config=config, answers=answers, draws=draws, scores=scores, frames=frames
+        ))  # fmt: skip
         self._running[number] = running
-        self._waiting += 1
+        self.waiting += 1
         self._outbox.put(running.asked)
         try:
             while True:
@@ -204,10 +217,26 @@ class Supervisor:
             if self._running.pop(number, None) is not None:
                 self._outbox.put(Cancelled(number))
 
+    async def forecast(self, prompt: Sequence[int], config: GenerationConfig) -> Forecast:
+        """Return what a request would take, and when there is room for it; as for `answer`."""
+        await self.ready()
+        self._numbers += 1
+        number = self._numbers
+        told: asyncio.Future[Forecast | str] = self._loop.create_future()
+        self._wondering[number] = told
+        self._outbox.put(Wondered(number=number, prompt=prompt, config=config))
+        try:
+            found = await told
+        finally:
+            del self._wondering[number]
+        if isinstance(found, str):
+            raise MosaicError(found)
+        return found
+
     @property
     def retry_s(self) -> int:
         """Seconds after which the requests that wait now will have been admitted, by how fast requests end."""
-        return max(round(self._waiting * self._rate.seconds_each), 1)
+        return max(round(self.waiting * self._rate.seconds_each), 1)
 
     def _receive(self, connection: Connection, process: Any) -> None:
         """In a thread of its own: hand on what the engine tells, until it ends."""
@@ -228,12 +257,16 @@ class Supervisor:
         elif isinstance(message, Failed):
             self.failure = message.message
         elif isinstance(message, Stepped):
-            self._waiting = message.waiting
+            self.waiting = message.waiting
             self._metrics.stepped(message)
-            for number, tokens in message.tokens.items():
+            self._time(message.running)
+            for number, fresh in message.fresh.items():
                 if (running := self._running.get(number)) is not None:
                     running.told = True
-                    running.heard.put_nowait(dict(tokens))
+                    running.heard.put_nowait(fresh)
+        elif isinstance(message, Foretold):
+            if (told := self._wondering.get(message.number)) is not None and not told.done():
+                told.set_result(message.forecast)
         elif isinstance(message, Ended):
             self._rate.note()
             if (running := self._running.pop(message.number, None)) is not None:
@@ -242,6 +275,13 @@ class Supervisor:
             self._metrics.refused("cannot be" if message.fits else "does not fit")
             running.heard.put_nowait(MosaicError(message.message) if message.fits else TooLarge(message.message))
 
+    def _time(self, running: int) -> None:
+        """Note when a step has ended; one that followed another at once says how long it took."""
+        now = time.monotonic()
+        if now > self._stepped_s:
+            self.step_s += (now - self._stepped_s - self.step_s) / (_STEPS if self.step_s else 1)
+        self._stepped_s = now if running else math.inf
+
     def _ended(self, code: int | None) -> None:
         """The process has ended: start it again, and ask it again what nobody has heard anything of."""
         if self.state == "closed":
@@ -249,6 +289,9 @@ class Supervisor:
         self._outbox.put(None)
         if not self.failure:
             _log.error("the engine's process has ended with exit code %s", code)
+        for told in self._wondering.values():
+            if not told.done():
+                told.set_exception(EngineFailed("the engine has failed; ask again."))
         self._failures += self.state == "starting"
         if self._failures >= _MOST_FAILURES or (self._failures and not self.longest):
             self.state = "failed"
@@ -265,7 +308,7 @@ class Supervisor:
                 again.append(running.asked)
         if self.state != "failed":
             self.restarts += 1
-            self._waiting = len(again)
+            self.waiting = len(again)
             self.start()
             for asked in again:
                 self._outbox.put(asked)

@@ -31,6 +31,8 @@ class AnswerText:
     ----------
     tokens
         Tokens up to and with the one that ended it.
+    length
+        Characters of their text, what is held back and what is cut included.
     stopped
         The text or token of the parameters that ended it.
     """
@@ -43,7 +45,7 @@ class AnswerText:
         self._ends = frozenset(params.stop_token_ids or ())
         self._with_stop = params.include_stop_str_in_output
         self._held = ""
-        self.tokens = 0
+        self.tokens = self.length = 0
         self.stopped: str | int | None = None
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -71,6 +73,7 @@ class AnswerText:
 
     def _taken(self, added: str) -> str:
         """Add text; return what of it is certain."""
+        self.length += len(added)
         text = self._held + added
         at, stop = min(((text.find(stop), stop) for stop in self._stops if stop in text), default=(-1, ""))
         if stop and self.stopped is None:

@@ -1,0 +1,145 @@
+"""The answers to one request, as their tokens become final."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from mosaic.errors import MosaicError
+from mosaic.serving.messages import Ended, Frame, Fresh
+from mosaic.serving.protocol import TokenScore, Usage
+from mosaic.serving.text import AnswerText
+
+if TYPE_CHECKING:
+    from mosaic.decoding.tokenizer import Tokenizer
+    from mosaic.serving.metrics import Metrics
+    from mosaic.serving.protocol import Question
+    from mosaic.serving.supervisor import Supervisor
+
+__all__ = ["Answers", "Piece", "TooLong"]
+
+_NEXT_PROMPT: Final = 1 << 40
+"""Between the numbers by which the prompts of one request draw: beyond those of all answers to one."""
+
+
+class TooLong(MosaicError):
+    """The time of a request is over."""
+
+
+class Piece(NamedTuple):
+    """Further text of an answer, and what its tokens were committed by, if asked for."""
+
+    answer: int
+    text: str
+    scores: Sequence[TokenScore] = ()
+
+
+class Answers:
+    """The answers to a question as they become final."""
+
+    def __init__(
+        self, engine: Supervisor, metrics: Metrics, tokenizer: Tokenizer, question: Question, timeout_s: float
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._engine, self._metrics, self._question = engine, metrics, question
+        answers = question.params.n
+        self.texts = [AnswerText(tokenizer, question.params) for _ in range(answers * len(question.prompts))]
+        self.reasons: list[str | None] = [None] * len(self.texts)
+        self.frames = dict[int, Frame]()
+        """By answer, the last canvas that nobody has taken yet."""
+        self._scores = [list[TokenScore]() for _ in self.texts]
+        self.steps = self.cached_tokens = 0
+        self._began, self._first = time.perf_counter(), True
+
+    @property
+    def usage(self) -> Usage:
+        """What they have taken."""
+        return Usage(sum(text.tokens for text in self.texts), self.cached_tokens, self.steps)
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Yield further text of an answer, or none where there is a new canvas; one that has ended gets its reason before its last
+        text."""
+        heard: asyncio.Queue[Piece | MosaicError | None] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._follow(place, heard)) for place in range(len(self._question.prompts))]
+        over = TooLong(f"the answer has not ended within {self._timeout_s:g} s, the limit here; ask for fewer tokens.")
+        ending = asyncio.get_running_loop().call_later(self._timeout_s, heard.put_nowait, over)
+        try:
+            open_ = len(tasks)
+            while open_:
+                found = await heard.get()
+                if isinstance(found, MosaicError):
+                    raise found
+                if found is None:
+                    open_ -= 1
+                else:
+                    yield found
+        finally:
+            ending.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        reasons = [reason or "" for reason in self.reasons]
+        self._metrics.answered(time.perf_counter() - self._began, self.usage.tokens, self.steps, reasons)
+
+    async def _follow(self, place: int, heard: asyncio.Queue[Piece | MosaicError | None]) -> None:
+        """Follow one prompt."""
+        question, answers = self._question, self._question.params.n
+        first = place * answers
+        asked = self._engine.answer(
+            question.prompts[place], question.config, answers=answers, draws=place * _NEXT_PROMPT, scores=question.logprobs,
+            frames=question.frames,
+        )  # fmt: skip
+        try:
+            async with aclosing(asked):
+                async for found in asked:
+                    if isinstance(found, Ended):
+                        self._end(first, found, heard)
+                        break
+                    for at, fresh in found.items():
+                        self._push(first + at, fresh, heard)
+                    if None not in self.reasons[first : first + answers]:  # all have met a stop
+                        break
+            heard.put_nowait(None)
+        except MosaicError as error:
+            heard.put_nowait(error)
+
+    def _push(self, index: int, fresh: Fresh, heard: asyncio.Queue[Any]) -> None:
+        if self._first and fresh.ids:
+            self._first = False
+            self._metrics.began(time.perf_counter() - self._began)
+        text, shown = self.texts[index], ""
+        if self._question.logprobs:
+            for token, score in zip(fresh.ids, fresh.scores, strict=True):
+                if text.stopped is None:
+                    self._scores[index].append(TokenScore.of(token, score, text.length))
+                    shown += text.push([token])
+        else:
+            shown = text.push(fresh.ids)
+        framed = fresh.frame is not None and self.reasons[index] is None and index not in self.frames
+        if fresh.frame is not None:
+            self.frames[index] = fresh.frame
+        ends = text.stopped is not None and self.reasons[index] is None
+        if ends:
+            self.reasons[index] = "stop"
+        if ends or shown:
+            heard.put_nowait(self._piece(index, shown))
+        elif framed:
+            heard.put_nowait(Piece(index, ""))
+
+    def _piece(self, index: int, shown: str) -> Piece:
+        scores, self._scores[index] = self._scores[index], []
+        return Piece(index, shown, scores)
+
+    def _end(self, first: int, ended: Ended, heard: asyncio.Queue[Any]) -> None:
+        self.steps += sum(ended.steps)
+        self.cached_tokens += ended.cached_tokens
+        for place, finish in enumerate(ended.finishes):
+            index = first + place
+            if self.reasons[index] is None:
+                shown = self.texts[index].flush()
+                stopped = finish == "eos" or self.texts[index].stopped is not None
+                self.reasons[index] = "stop" if stopped else finish
+                heard.put_nowait(self._piece(index, shown))

@@ -1,0 +1,273 @@
+"""What goes back beside text: probabilities, canvases, plans and tokens; and options under the names of other engines."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+import mosaic
+from mosaic.decoding import GenerationConfig, Submission
+from mosaic.decoding.algorithms import decides_by_probability
+from mosaic.decoding.config import resolve
+from mosaic.decoding.tokenizer import Tokenizer
+from mosaic.errors import DoesNotFit, UsageError
+from mosaic.jobs.names import NAMES, XARGS, own_names
+from mosaic.models import load
+from mosaic.serving.protocol import MARK
+from tests.test_server import COMPILE, MODEL, QUESTION, TOKENIZER, _client, _get, ids_of, serving
+
+DOCS = Path(__file__).parents[1] / "docs" / "serving.md"
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[str]:
+    with serving(policies=["mage", "focus"]) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Any]:
+    with mosaic.compile(MODEL, seed=0, **COMPILE) as model:
+        yield lambda prompt, **options: model.generate(torch.tensor(prompt), GenerationConfig(**options))[0]
+
+
+def ask(base: str, path: str, **body: Any) -> Any:
+    """The answer to a body; the events of a stream."""
+    code, _, found = _get(f"{base}/{path}", json.dumps(body).encode())
+    assert code == 200, found
+    if not body.get("stream"):
+        return json.loads(found)
+    lines = [line.removeprefix("data: ") for line in found.decode().splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def refusal(base: str, **body: Any) -> str:
+    code, _, found = _get(f"{base}/v1/completions", json.dumps({"prompt": "a", **body}).encode())
+    assert code == 400
+    return str(json.loads(found)["error"]["message"])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logprobs_are_those_that_tokens_were_committed_by(base: str, alone: Any, temperature: float) -> None:
+    prompt = ids_of(QUESTION)
+    asked: dict[str, Any] = {
+        "prompt": prompt,
+        "max_tokens": 24,
+        "temperature": temperature,
+        "seed": 3,
+        "ignore_eos": True,
+    }
+    expected = alone(prompt, gen_length=24, temperature=temperature, seed=3, stop_at_eos=False)
+    logs = expected.confidence.double().log().tolist()
+    whole = ask(base, "v1/completions", **asked, logprobs=0)["choices"][0]
+    assert whole["logprobs"]["token_logprobs"] == pytest.approx(logs, abs=1e-6) and min(logs) < max(logs)
+    assert whole["logprobs"]["tokens"] == [
+        TOKENIZER.decode([one], skip_special_tokens=False) for one in expected.token_ids.tolist()
+    ]
+    offsets = whole["logprobs"]["text_offset"]
+    shown = [
+        (at, text) for at, text in zip(offsets, whole["logprobs"]["tokens"], strict=True) if not text.startswith("[")
+    ]
+    assert len(shown) > 5 and all(whole["text"][at : at + len(text)] == text for at, text in shown)
+    pieces = ask(base, "v1/completions", **asked, logprobs=0, stream=True)
+    found = [one["choices"][0]["logprobs"] for one in pieces]
+    assert [value for one in found if one for value in one["token_logprobs"]] == whole["logprobs"]["token_logprobs"]
+    assert "".join(one["choices"][0]["text"] for one in pieces) == whole["text"]
+
+
+def test_scores_that_are_no_probabilities_are_known_to_be_none() -> None:
+    dream = load("dream-7b").architecture
+    ways: list[dict[str, Any]] = [
+        {},
+        {"alg": "entropy"},
+        {"alg": "maskgit_plus", "alg_temp": 0.5},
+        {"alg": "maskgit_plus"},
+    ]
+    found = [decides_by_probability(resolve(GenerationConfig(gen_length=8, **way), dream), dream) for way in ways]
+    assert found == [True, False, False, True]
+
+
+def test_a_chats_logprobs_are_read_by_openais_client(base: str) -> None:
+    found = _client(base).chat.completions.create(
+        model="small-sdar", messages=[{"role": "user", "content": [{"type": "text", "text": QUESTION}]}], max_tokens=16,
+        temperature=0, logprobs=True, top_logprobs=1, extra_body={"ignore_eos": True, "skip_special_tokens": False},
+    )  # fmt: skip
+    logprobs = found.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None and len(logprobs.content) == 16
+    assert "".join(one.token for one in logprobs.content) == found.choices[0].message.content
+    for one in logprobs.content:
+        assert (
+            one.logprob <= 0
+            and one.top_logprobs[0].logprob == one.logprob
+            and bytes(one.bytes or []) == one.token.encode()
+        )
+    with pytest.raises(openai.BadRequestError, match="text alone"):
+        image: Any = [{"type": "image_url", "image_url": {"url": "a"}}]
+        _client(base).chat.completions.create(model="small-sdar", messages=[{"role": "user", "content": image}])
+
+
+def test_what_a_stop_cuts_has_no_logprobs_behind_it(base: str) -> None:
+    asked: dict[str, Any] = {
+        "prompt": ids_of("Tell a story."),
+        "max_tokens": 64,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "skip_special_tokens": False,
+    }
+    whole = ask(base, "v1/completions", **asked)["choices"][0]
+    stop = whole["text"][10:13]
+    for stream in (False, True):
+        found = ask(base, "v1/completions", **asked, stop=stop, stream=stream)
+        choices = [one["choices"][0] for one in found] if stream else found["choices"]
+        text = "".join(one["text"] for one in choices)
+        tokens = [token for one in choices if one["logprobs"] for token in one["logprobs"]["tokens"]]
+        assert text == whole["text"][: whole["text"].index(stop)] and choices[-1]["finish_reason"] == "stop"
+        assert tokens == whole["logprobs"]["tokens"][: len(tokens)] and len(tokens) < 64
+        assert stop in "".join(tokens) and stop not in "".join(tokens[:-1])
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"logprobs": 2}, "1 at most"), ({"logprobs": 1, "temperature": 0.5}, "temperature 0"), ({"logprobs": "a"}, "number"),
+        ({"diffusion_frames": True}, "stream"), ({"stream_mode": "all"}, "denoise"), ({"max_nfe": 3}, "give 'steps'"),
+        ({"stream": "yes"}, "true or false"), ({"vllm_xargs": {"diffusion_pinned": 1}}, "diffusion_pinned"),
+        ({"block_size": 4, "block_length": 8}, "same option"), ({"attention": "mage+flashblock"}, "'flashblock'"),
+        ({"eviction": "focus-public:keep=4"}, "focus-public"), ({"cache": "dual"}, "allows focus, mage"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_answered_is_refused_by_name(base: str, body: dict[str, Any], says: str) -> None:
+    assert says in refusal(base, **body)
+
+
+def test_canvases_fill_in_behind_text_that_is_the_same_without(base: str) -> None:
+    asked: dict[str, Any] = {"prompt": ids_of(QUESTION), "max_tokens": 40, "ignore_eos": True, "stream": True}
+    plain, framed = (ask(base, "v1/completions", **asked, **more) for more in ({}, {"diffusion_frames": True, "n": 1}))
+    texts = ["".join(one["choices"][0]["text"] for one in found) for found in (plain, framed)]
+    assert texts[0] == texts[1] and not any("diffusion_frame" in one for one in plain)
+    shown, steps, seen = "", 0, 0
+    for one in framed:
+        shown += one["choices"][0]["text"]
+        if (frame := one.get("diffusion_frame")) is None:
+            continue
+        assert one["choices"][0]["text"] == "" and frame["step"] > steps and 0 <= frame["masked"] <= 40
+        steps, seen = frame["step"], seen + (MARK in frame["text"])
+        decided = frame["text"].partition(MARK)[0]
+        assert texts[0][len(shown) :].startswith(decided.rstrip("\ufffd")), "what is decided stays as it is"
+    assert steps > 3 and seen > 1
+    chat = ask(base, "v1/chat/completions", messages=[{"role": "user", "content": QUESTION}], max_tokens=16, stream=True,
+               stream_mode="denoise")  # fmt: skip
+    frames = [one for one in chat if "diffusion_frame" in one]
+    assert frames and all(one["choices"][0]["delta"] == {} for one in frames)
+
+
+def test_other_engines_names_mean_the_same(base: str) -> None:
+    asked: dict[str, Any] = {"prompt": ids_of(QUESTION), "temperature": 0}
+    own = ask(
+        base, "v1/completions", **asked, max_tokens=16, steps=2, remasking="low_confidence_static", ignore_eos=True
+    )
+    theirs = ask(
+        base, "v1/completions", **asked, max_new_tokens=16, dllm_denoising_steps=2, remasking_strategy="low_confidence_static",
+        ignore_eos=True,
+    )  # fmt: skip
+    vllms = ask(
+        base, "v1/completions", **asked, max_completion_tokens=16, vllm_xargs={"diffusion_max_steps": 2},
+        remasking="low_confidence_static", ignore_eos=True,
+    )  # fmt: skip
+    assert own["choices"] == theirs["choices"] == vllms["choices"]
+    assert own["usage"]["forwards"] == theirs["usage"]["forwards"] < ask(
+        base, "v1/completions", **asked, max_tokens=16, steps=8, remasking="low_confidence_static", ignore_eos=True
+    )["usage"]["forwards"]  # fmt: skip
+
+
+def test_names_are_those_of_the_docs() -> None:
+    said = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", DOCS.read_text(encoding="utf-8"), re.MULTILINE))
+    assert said == {**{name: own for name, (own, _) in NAMES.items()}, **XARGS}
+    with pytest.raises(UsageError, match="two values"):
+        own_names({"max_tokens": 4, "max_new_tokens": 5})
+    assert own_names({"max_tokens": 4, "max_new_tokens": 4}) == {"max_tokens": 4}
+
+
+def test_a_plan_says_whether_when_and_what(base: str) -> None:
+    now = ask(base, "plan", prompt=ids_of(QUESTION), max_tokens=64)
+    assert (now["fits"], now["wait_steps"], now["wait_seconds"]) == ("now", 0, 0)
+    longer = ask(base, "plan", messages=[{"role": "user", "content": QUESTION}], max_tokens=1024)
+    assert longer["prompt_tokens"] == now["prompt_tokens"] and longer["bytes"]["kv"] > now["bytes"]["kv"] > 0
+    assert _get(f"{base}/plan", b'{"prompt": "a", "steps": -1}')[0] == 400
+
+
+def test_a_forecast_is_what_submitting_does() -> None:
+    """Of random lengths, beside whatever is live, in a budget that holds a few."""
+    rng, seen = random.Random(0), set[str]()
+    with mosaic.compile(MODEL, seed=0, budget="64MiB", **COMPILE) as model, model.session() as session:
+        for _ in range(16):
+            one = Submission(
+                prompt=torch.full((rng.randrange(1, 200),), 5),
+                config=GenerationConfig(gen_length=rng.choice([900, 2000, 4000, 8000])),
+            )
+            told = session.forecast(one)
+            seen.add(told.fits)
+            try:
+                session.submit_all([one])
+                assert (told.fits, told.steps, told.why) == ("now", 0, "")
+            except DoesNotFit as refused:
+                assert (told.fits, told.steps) == ("never" if refused.never else "later", refused.steps)
+            assert told.positions >= one.config.gen_length and told.state_bytes["kv"] % told.positions == 0
+            session.advance(rng.randrange(3))
+            if rng.random() < 0.2 and session.live:
+                session.cancel(session.live[0])
+    assert seen == {"now", "later", "never"}
+
+
+def test_tokens_become_text_again(base: str) -> None:
+    rng = random.Random(0)
+    for _ in range(5):
+        text = "".join(rng.choices("abc éß漢\n.,", k=rng.randrange(1, 40)))
+        found = ask(base, "tokenize", prompt=text, add_special_tokens=False, return_token_strs=True)
+        assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+        assert ask(base, "detokenize", tokens=found["tokens"])["prompt"] == text
+    info = json.loads(_get(f"{base}/tokenizer_info")[2])
+    assert info["eos_token"] and "messages" in info["chat_template"]
+    assert _get(f"{base}/detokenize", b'{"tokens": [-1]}')[0] == _get(f"{base}/detokenize", b"[]")[0] == 400
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"block_length": 8, "steps": 8}, {"remasking": "random", "seed": 5}, {"algorithm": "fast-dllm", "threshold": 0.8},
+        {"algorithm": "fast-dllm", "cache": "dual", "block_length": 8}, {"cache": "sparse:retention=0.5", "block_length": 8},
+        {"cfg_scale": 0.5}, {"temperature": 0.9, "seed": 4},
+    ],
+)  # fmt: skip
+def test_every_way_to_decide_tells_its_probabilities(options: dict[str, Any]) -> None:
+    """Of the model that changes all of its keys, by tables and by generators."""
+    small = load("small")
+    prompt = Tokenizer(small.path).encode_chat([{"role": "user", "content": QUESTION}])
+    with mosaic.compile(small, seed=0, **COMPILE) as model:
+        expected = model.generate(torch.tensor(prompt), GenerationConfig(gen_length=32, stop_at_eos=False, **options))[
+            0
+        ]
+    with serving(model="small") as base:
+        found = ask(
+            base, "v1/completions", prompt=prompt, max_tokens=32, ignore_eos=True, logprobs=0, stream=True, diffusion_frames=True,
+            **options,
+        )  # fmt: skip
+    values = [
+        value
+        for one in found
+        if one["choices"][0]["logprobs"]
+        for value in one["choices"][0]["logprobs"]["token_logprobs"]
+    ]
+    assert values == pytest.approx([math.log(value) for value in expected.confidence.tolist()], abs=1e-5)
+    assert len([one for one in found if "diffusion_frame" in one]) > 3
