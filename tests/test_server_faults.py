@@ -16,10 +16,13 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from failing_algorithm import FATAL, failing
 
+from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.models import load
 from mosaic.serving import EngineOptions, Limits
 from mosaic.serving.app import create_app
@@ -188,6 +191,37 @@ def test_connections_beyond_the_limit_are_told_so_and_health_is_answered(base: s
         for one in idle_ones:
             one.close()
     until(lambda: asked(base, SHORT)[0] == 200, 10)
+
+
+def test_the_mask_tokens_text_is_text_and_its_id_is_refused(base: str) -> None:
+    ids, mask = Tokenizer(MODEL.path), MODEL.architecture.mask_token_id
+    text = ids.decode([mask], skip_special_tokens=False)
+    assert asked(base, {**SHORT, "prompt": f"What does {text} mean?"})[0] == 200
+    status, _, found = get(f"{base}/tokenize", {"prompt": f"{text} a {text}{text}"})
+    tokens = json.loads(found)["tokens"]
+    assert (
+        mask not in tokens
+        and json.loads(get(f"{base}/detokenize", {"tokens": tokens})[2])["prompt"] == f"{text} a {text}{text}"
+    )
+    status, kind, said = error_of(asked(base, {**SHORT, "prompt": [5, mask, 5]}))
+    assert (status, kind) == (400, "invalid_request_error") and f"mask token {mask} at position 1" in said
+
+
+@pytest.mark.soak
+def test_an_exception_in_a_step_is_told_to_those_it_hit_and_service_goes_on() -> None:
+    with serving(replace(LIMITS, timeout_s=60), base=failing(MODEL.architecture)) as base:
+        fatal, before = {**LONG, "prompt": [5, FATAL, 5]}, json.loads(asked(base, SHORT)[2])["choices"]
+        with ThreadPoolExecutor() as pool:
+            streams = [pool.submit(asked, base, {**LONG, "max_tokens": 2048, "stream": True}) for _ in range(3)]
+            until(lambda: not idle(base), 10)
+            time.sleep(0.5)
+            assert error_of(asked(base, fatal))[:2] == (503, "engine_error")
+            for text in (stream.result()[2] for stream in streams):
+                *_, last = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+                assert last["error"]["type"] == "engine_error" and text.endswith("data: [DONE]\n\n")
+        until(lambda: get(f"{base}/health")[0] == 200, 60)
+        assert 1 <= json.loads(get(f"{base}/health")[2])["restarts"] <= 2
+        assert json.loads(asked(base, SHORT)[2])["choices"] == before and idle(base)
 
 
 @pytest.mark.soak

@@ -72,7 +72,7 @@ class _Server:
     ) -> None:  # fmt: skip
         self.model, self.name, self.base, self.limits = model, name, options.base, limits
         self.strict, self.policies = strict, policies
-        self.tokenizer = Tokenizer(_path(model))
+        self.tokenizer = Tokenizer(_path(model), mask=model.architecture.mask_token_id)
         self.metrics = Metrics(name)
         self.engine = Supervisor(options, limits, self.metrics)
         self._keys = [key.encode() for key in keys]

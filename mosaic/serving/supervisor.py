@@ -253,6 +253,7 @@ class Supervisor:
             return
         if isinstance(message, Ready):
             self.state, self.longest, self._failures = "ready", message.longest, 0
+            self.failure = ""
             self._changed.set()
         elif isinstance(message, Failed):
             self.failure = message.message
