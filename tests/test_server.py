@@ -23,7 +23,6 @@ from typing import Any
 import openai
 import pytest
 import torch
-import uvicorn
 
 import mosaic
 from mosaic.decoding import GenerationConfig
@@ -33,6 +32,7 @@ from mosaic.jobs.sampling import SamplingParams, completion
 from mosaic.models import load
 from mosaic.serving import EngineOptions, Limits
 from mosaic.serving.app import create_app
+from mosaic.serving.connections import Server
 from mosaic.serving.load import TRAFFIC, Load, asked, goal_of
 from mosaic.serving.text import AnswerText
 
@@ -53,8 +53,8 @@ def serving(
 ) -> Iterator[str]:  # fmt: skip
     """A server on a free port, in a thread of its own; its engine is a process."""
     engine = EngineOptions(model=model, compile=COMPILE, max_num_seqs=max_num_seqs)
-    app = create_app(load(model), model, engine, limits, **options)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=5))
+    limits = replace(limits or Limits(), drain_s=5)
+    server = Server(create_app(load(model), model, engine, limits, **options), limits)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

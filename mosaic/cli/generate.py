@@ -185,7 +185,7 @@ def _tokenizer(model: Model) -> Tokenizer | None:
     """The checkpoint's tokenizer; a preset has none."""
     from mosaic.decoding.tokenizer import Tokenizer
 
-    return None if model.path is None else Tokenizer(model.path)
+    return None if model.path is None else Tokenizer(model.path, mask=model.architecture.mask_token_id)
 
 
 def _encode(text: str, tokenizer: Tokenizer | None, chat: bool, model: Model) -> list[int]:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import socket
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
 from mosaic.cli import decoding_options as o
 from mosaic.cli.output import note
 from mosaic.cli.request import own_dtype, require_torch
-from mosaic.errors import MissingExtra, UnknownName, UsageError
+from mosaic.errors import UnknownName, UsageError
+
+_OTHER_FILES: Final = 64
+"""Open files that are no connections."""
 
 
 def serve(
@@ -31,6 +35,13 @@ def serve(
     max_waiting: Annotated[int, typer.Option(min=1, help="Prompts that wait for admission, at most.")] = 1024,
     served_name: Annotated[str | None, typer.Option(help="The model's name in requests; its own if not given.")] = None,
     api_key: Annotated[list[str] | None, typer.Option(help="Requests need one of these keys.")] = None,
+    max_connections: Annotated[int, typer.Option(min=1, help="Open connections, at most.")] = 4096,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds from a request to the end of its answer, at most.")
+    ] = 600.0,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds that running requests have after SIGTERM.")
+    ] = 60.0,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse keys of a body that have no meaning.")] = False,
     policy: Annotated[
         list[str] | None,
@@ -47,17 +58,14 @@ def serve(
 ) -> None:
     """Serve a model over HTTP with OpenAI's endpoints, its engine in a process of its own."""
     require_torch("`mosaic serve`")
-    try:
-        import uvicorn
-    except ImportError as error:
-        raise MissingExtra("uvicorn", "serve", "`mosaic serve`") from error
     from mosaic.decoding.config import GenerationConfig, resolve, with_options
     from mosaic.models import load
     from mosaic.models.policies.block_cache import BLOCK_CACHES
     from mosaic.models.policies.registry import NAMES, PLAIN
     from mosaic.serving.app import create_app
+    from mosaic.serving.connections import Server
     from mosaic.serving.engine import EngineOptions
-    from mosaic.serving.supervisor import Limits
+    from mosaic.serving.supervisor import EngineFailed, Limits
 
     described = load(model)
     known = sorted({name for names in (*NAMES.values(), *PLAIN.values()) for name in names} | set(BLOCK_CACHES))
@@ -74,10 +82,12 @@ def serve(
         },
     )  # fmt: skip
     name = served_name or described.name
+    limits = Limits(
+        max_waiting=max_waiting, max_connections=_connections(max_connections), timeout_s=timeout, drain_s=drain_timeout
+    )
     app = create_app(
-        described, name, options, Limits(max_waiting=max_waiting), keys=api_key or (), strict=strict, policies=policy or None
+        described, name, options, limits, keys=api_key or (), strict=strict, policies=policy or None
     )  # fmt: skip
-    settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=60)
     try:  # before the model is loaded
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
@@ -86,17 +96,32 @@ def serve(
         ) from None
 
     async def serving() -> None:
-        engine = app.state.engine
+        server = Server(app, limits)
+        ending = asyncio.create_task(server.serve(sockets=[listening]))
         try:
-            engine.start()
-            await engine.ready()
+            await app.state.engine.ready()
+        except EngineFailed:
+            if not server.should_exit:  # a signal has not ended it
+                server.should_exit = True
+                await ending
+                raise
+        else:
             note(f"serving {name} on http://{host}:{listening.getsockname()[1]}")
-            await uvicorn.Server(settings).serve(sockets=[listening])
-        finally:
-            await engine.close()
+        await ending
 
     with listening:
         asyncio.run(serving())
+
+
+def _connections(wanted: int) -> int:
+    """As many connections as are wanted, or as this process may have open files."""
+    needed, (soft, hard) = wanted + _OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < needed:
+            note(f"{soft - _OTHER_FILES:,} connections at most: this process may open {soft:,} files; raise ulimit -n.")
+    return wanted if soft == resource.RLIM_INFINITY else min(wanted, soft - _OTHER_FILES)
 
 
 def _object(text: str) -> dict[str, Any]:

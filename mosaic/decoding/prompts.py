@@ -40,7 +40,7 @@ def tokenizer_of(model: Any) -> Tokenizer:
     path, name = getattr(model, "path", None), getattr(model, "name", "the model")
     if path is None:
         raise UsageError(f"{name} has no checkpoint directory, thus no tokenizer: give token ids instead of text.")
-    return Tokenizer(path)
+    return Tokenizer(path, mask=model.architecture.mask_token_id)
 
 
 def is_text(prompt: Any) -> bool:

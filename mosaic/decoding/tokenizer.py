@@ -22,6 +22,8 @@ class Tokenizer:
     directory
         With a tokenizer.json, or with vocab.json, merges.txt and tokenizer_config.json as Dream's; tokenizer_config.json and
         chat_template.jinja are read where they are.
+    mask
+        The mask token's id: text that spells it is encoded as any other text, since a prompt cannot have the token itself.
 
     Raises
     ------
@@ -31,7 +33,7 @@ class Tokenizer:
         If the package tokenizers is not installed.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, *, mask: int | None = None) -> None:
         try:
             from tokenizers import Tokenizer as Backend
         except ImportError:
@@ -52,15 +54,23 @@ class Tokenizer:
             )
         self._backend.no_padding()
         self._backend.no_truncation()
+        self._mask, self._spelled = mask, list[int]()
+        if mask is not None and (name := self._backend.id_to_token(mask)) is not None:
+            self._backend.encode_special_tokens = True
+            self._spelled = list(self._backend.encode(name, add_special_tokens=False).ids)
+            self._backend.encode_special_tokens = False
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return token ids of a text, with what the tokenizer puts around it (such as a begin token) if asked for."""
         try:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            found = list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except TypeError:  # how the Rust side refuses lone surrogates
             raise UsageError(
                 "the text has surrogates, which are no characters: decode it with errors='replace'."
             ) from None
+        if self._mask not in found:
+            return found
+        return [token for one in found for token in (self._spelled if one == self._mask else [one])]
 
     @cached_property
     def longest_token(self) -> int:

@@ -19,10 +19,14 @@ if TYPE_CHECKING:
     from mosaic.serving.protocol import Question
     from mosaic.serving.supervisor import Supervisor
 
-__all__ = ["Answers", "Piece"]
+__all__ = ["Answers", "Piece", "TooLong"]
 
 _NEXT_PROMPT: Final = 1 << 40
 """Between the numbers by which the prompts of one request draw: beyond those of all answers to one."""
+
+
+class TooLong(MosaicError):
+    """The time of a request is over."""
 
 
 class Piece(NamedTuple):
@@ -36,7 +40,10 @@ class Piece(NamedTuple):
 class Answers:
     """The answers to a question as they become final."""
 
-    def __init__(self, engine: Supervisor, metrics: Metrics, tokenizer: Tokenizer, question: Question) -> None:
+    def __init__(
+        self, engine: Supervisor, metrics: Metrics, tokenizer: Tokenizer, question: Question, timeout_s: float
+    ) -> None:
+        self._timeout_s = timeout_s
         self._engine, self._metrics, self._question = engine, metrics, question
         answers = question.params.n
         self.texts = [AnswerText(tokenizer, question.params) for _ in range(answers * len(question.prompts))]
@@ -57,6 +64,8 @@ class Answers:
         text."""
         heard: asyncio.Queue[Piece | MosaicError | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._follow(place, heard)) for place in range(len(self._question.prompts))]
+        over = TooLong(f"the answer has not ended within {self._timeout_s:g} s, the limit here; ask for fewer tokens.")
+        ending = asyncio.get_running_loop().call_later(self._timeout_s, heard.put_nowait, over)
         try:
             open_ = len(tasks)
             while open_:
@@ -68,6 +77,7 @@ class Answers:
                 else:
                     yield found
         finally:
+            ending.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -16,7 +16,7 @@ from mosaic.decoding.prompts import is_integer, token_ids
 from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.errors import MissingExtra, MosaicError, UsageError
 from mosaic.models import Model
-from mosaic.serving.answers import Answers, Piece
+from mosaic.serving.answers import Answers, Piece, TooLong
 from mosaic.serving.engine import EngineOptions
 from mosaic.serving.metrics import Metrics
 from mosaic.serving.protocol import CHAT, Question, Reply, TokenScore, error_body, read
@@ -59,6 +59,8 @@ class _Ending(Exception):
         """What an error of ours means to the caller."""
         if isinstance(error, Busy):
             return cls(429, str(error), "rate_limit_error", {"Retry-After": str(error.seconds)})
+        if isinstance(error, TooLong):
+            return cls(504, str(error), "timeout_error")
         if isinstance(error, EngineFailed):
             return cls(503, str(error), "engine_error", {"Retry-After": "1"})
         return cls(400, str(error), "invalid_request_error")
@@ -78,7 +80,7 @@ class _Server:
     ) -> None:  # fmt: skip
         self.model, self.name, self.base, self.limits = model, name, options.base, limits
         self.strict, self.policies = strict, policies
-        self.tokenizer = Tokenizer(_path(model))
+        self.tokenizer = Tokenizer(_path(model), mask=model.architecture.mask_token_id)
         self.metrics, self.watch = Metrics(name), Watch(self.tokenizer)
         self.engine = Supervisor(options, limits, self._stepped, self.metrics)
         self._keys = [key.encode() for key in keys]
@@ -92,17 +94,26 @@ class _Server:
         if scheme.lower() != "bearer" or not any(hmac.compare_digest(given.encode(), key) for key in self._keys):
             raise _Ending(401, "no valid API key: send 'Authorization: Bearer KEY'.", "authentication_error")
 
+    def admit(self, request: Request) -> None:
+        """Refuse what comes over a connection beyond the limit."""
+        if getattr(request.state, "crowded", False):
+            said = f"{self.limits.max_connections:,} connections are open, which is as many as may; ask again later."
+            raise _Ending(503, said, "overloaded_error", {"Connection": "close", "Retry-After": "1"})
+
     async def body(self, request: Request) -> Any:
         """The JSON of a request."""
-        found = bytearray()
+        found, limits = bytearray(), self.limits
         try:
-            async for part in request.stream():
-                found += part
-                if len(found) > self.limits.max_body_bytes:
-                    raise _Ending(
-                        413, f"the body has more than {self.limits.max_body_bytes:,} bytes.", "invalid_request_error"
-                    )
+            async with asyncio.timeout(limits.slow_s):
+                async for part in request.stream():
+                    found += part
+                    if len(found) > limits.max_body_bytes:
+                        said = f"the body has more than {limits.max_body_bytes:,} bytes."
+                        raise _Ending(413, said, "invalid_request_error")
             return json.loads(found)
+        except TimeoutError:
+            said = f"the body has not come within {limits.slow_s:g} s."
+            raise _Ending(408, said, "timeout_error", {"Connection": "close"}) from None
         except (ValueError, RecursionError) as error:
             raise _Ending(400, f"the body is no JSON: {error}.", "invalid_request_error") from None
         except ClientDisconnect:
@@ -115,7 +126,7 @@ class _Server:
         self.metrics.asked(sum(map(len, question.prompts)))
         reply, answers = (
             Reply(question, self.name, self.tokenizer),
-            Answers(self.engine, self.metrics, self.tokenizer, question),
+            Answers(self.engine, self.metrics, self.tokenizer, question, self.limits.timeout_s),
         )
         headers = {"X-Mosaic-Ignored": ", ".join(question.ignored)} if question.ignored else {}
         if question.stream:
@@ -349,6 +360,8 @@ def create_app(
     def route(path: str, method: str, answer: Callable[[Request], Awaitable[Response]]) -> None:
         async def answered(request: Request) -> Response:
             try:
+                if answer not in (health, metrics):  # those who watch a server are not turned away
+                    server.admit(request)
                 return await answer(request)
             except _Ending as ending:
                 return ending.response()

@@ -64,10 +64,22 @@ class Limits:
         Prompts that wait for admission, at most.
     max_body_bytes
         Of a request.
+    max_connections
+        Open sockets; what is asked over any further one is refused.
+    timeout_s
+        From the last byte of a request to the end of its answer.
+    slow_s
+        In which the head of a request has to come, its body, and what is sent has to be read.
+    drain_s
+        From a signal to the end of what runs.
     """
 
     max_waiting: int = 1024
     max_body_bytes: int = 16 << 20
+    max_connections: int = 4096
+    timeout_s: float = 600.0
+    slow_s: float = 60.0
+    drain_s: float = 60.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,14 +159,21 @@ class Supervisor:
         if self.state != "ready":
             raise EngineFailed(self.failure or "the server is closed")
 
+    def end(self) -> None:
+        """Answer whoever still listens that the server ends."""
+        for number, running in [*self._running.items()]:
+            del self._running[number]
+            running.heard.put_nowait(EngineFailed("the server ends; ask again, it may be another one."))
+            self._outbox.put(Cancelled(number))
+
     async def close(self) -> None:
         """End the engine's process."""
-        self.state = "closed"
+        listens, self.state = self.state == "ready", "closed"
         self._changed.set()
         self._outbox.put(None)
         process = self._process
         if process is not None:
-            await asyncio.to_thread(process.join, 5.0)
+            await asyncio.to_thread(process.join, 5.0 * listens)
             if process.is_alive():
                 process.kill()
                 await asyncio.to_thread(process.join)
@@ -251,6 +270,7 @@ class Supervisor:
             return
         if isinstance(message, Ready):
             self.state, self.longest, self._failures = "ready", message.longest, 0
+            self.failure = ""
             self._changed.set()
         elif isinstance(message, Failed):
             self.failure = message.message

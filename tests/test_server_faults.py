@@ -1,0 +1,286 @@
+"""What callers, signals and errors do to a server: each gets an answer of its own, and the others theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from failing_algorithm import FATAL, failing
+
+from mosaic.decoding.tokenizer import Tokenizer
+from mosaic.models import load
+from mosaic.serving import EngineOptions, Limits
+from mosaic.serving.app import create_app
+from mosaic.serving.connections import Server
+
+MODEL = load("small-sdar")
+LIMITS = Limits(timeout_s=1.5, slow_s=0.5, max_connections=6)
+LONG: dict[str, Any] = {"prompt": "Tell a story.", "max_tokens": 4096, "ignore_eos": True, "skip_special_tokens": False}
+SHORT: dict[str, Any] = {"prompt": "Tell a story.", "max_tokens": 8, "temperature": 0}
+
+
+@contextmanager
+def serving(limits: Limits = LIMITS, **engine: Any) -> Iterator[str]:
+    """A server whose sockets take few bytes, in a thread of its own; its engine is a process."""
+    options = EngineOptions(model="small-sdar", compile={"dtype": "float32", "host_budget": 0, "threads": 1}, **engine)
+    server = Server(create_app(MODEL, "small-sdar", options, limits), limits)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        try:
+            base = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            until(lambda: server.started and get(f"{base}/health")[0] == 200, 120)
+            yield base
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[str]:
+    with serving() as found:
+        yield found
+
+
+def until(holds: Any, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "took too long"
+        time.sleep(0.02)
+
+
+def get(url: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], str]:
+    sent = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, sent, headers), timeout=60) as found:
+            return found.status, _lower(found.headers), found.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, _lower(error.headers), error.read().decode()
+
+
+def _lower(headers: Any) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}
+
+
+def asked(base: str, body: Any) -> tuple[int, dict[str, str], str]:
+    return get(f"{base}/v1/completions", body)
+
+
+def error_of(answer: tuple[int, dict[str, str], str]) -> tuple[int, str, str]:
+    status, _, text = answer
+    error = json.loads(text)["error"]
+    assert error["code"] == status and "\n" not in error["message"]
+    return status, error["type"], error["message"]
+
+
+def connected(base: str) -> socket.socket:
+    host, port = base.removeprefix("http://").split(":")
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    found.settimeout(10)
+    found.connect((host, int(port)))
+    return found
+
+
+def request(body: Any, *, length: int | None = None) -> bytes:
+    sent = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {length or len(sent)}\r\n\r\n"
+    return head.encode() + sent
+
+
+def rest(opened: socket.socket) -> str:
+    """What comes until the server closes the connection."""
+    found = b""
+    try:
+        while part := opened.recv(65536):
+            found += part
+    except ConnectionResetError:
+        pass
+    return found.decode()
+
+
+def idle(base: str) -> bool:
+    lines = get(f"{base}/metrics")[2].splitlines()
+    counted = [line for line in lines if line.startswith(("vllm:num_requests_running", "vllm:num_requests_waiting"))]
+    return len(counted) == 2 and all(line.endswith(" 0.0") for line in counted)
+
+
+def test_who_does_not_read_is_cut_off_and_holds_nobody_up(base: str) -> None:
+    expected = json.loads(asked(base, SHORT)[2])["choices"]
+    with connected(base) as deaf:
+        deaf.sendall(request({**LONG, "stream": True}))
+        assert deaf.recv(12) == b"HTTP/1.1 200"
+        assert json.loads(asked(base, SHORT)[2])["choices"] == expected
+        until(lambda: idle(base), 10)
+        found = rest(deaf)
+    assert found and "[DONE]" not in found and "error" not in found
+
+
+@pytest.mark.parametrize(
+    ("sent", "trickle", "answered"),
+    [
+        (b"", b"", ""),
+        (b"POST /v1/completions HTTP/1.1\r\n", b"a", ""),
+        (request(SHORT, length=1000), b" ", "408"),
+    ],
+    ids=["nothing", "head", "body"],
+)
+def test_who_sends_too_slowly_is_cut_off(base: str, sent: bytes, trickle: bytes, answered: str) -> None:
+    with connected(base) as slow:
+        slow.sendall(sent)
+        began, found = time.monotonic(), b""
+        slow.settimeout(0.1)
+        while time.monotonic() - began < 8 * LIMITS.slow_s:
+            try:
+                if trickle:
+                    slow.send(trickle)
+                if not (part := slow.recv(4096)):
+                    break
+                found += part
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+        took = time.monotonic() - began
+    assert LIMITS.slow_s <= took < 4 * LIMITS.slow_s
+    head, _, body = found.decode().partition("\r\n\r\n")
+    assert head[9:12] == answered
+    if answered:
+        assert error_of((408, {}, body))[1] == "timeout_error" and "connection: close" in head.lower()
+    assert asked(base, SHORT)[0] == 200
+
+
+def test_a_request_ends_when_its_time_is_over(base: str) -> None:
+    began = time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        whole, (status, _, text) = pool.map(asked, [base, base], [LONG, {**LONG, "stream": True}])
+    assert LIMITS.timeout_s <= time.monotonic() - began < 2 * LIMITS.timeout_s
+    assert error_of(whole)[:2] == (504, "timeout_error") and "1.5 s" in whole[2]
+    *begun, last = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    assert status == 200 and begun[0]["choices"][0]["text"] and last["error"]["code"] == 504
+    assert text.endswith("data: [DONE]\n\n")
+    until(lambda: idle(base), 10)
+
+
+def test_connections_beyond_the_limit_are_told_so_and_health_is_answered(base: str) -> None:
+    until(lambda: asked(base, SHORT)[0] == 200, 10)  # those of other tests are closed
+    idle_ones = [connected(base) for _ in range(LIMITS.max_connections)]
+    try:
+        answer = asked(base, SHORT)
+        assert error_of(answer)[:2] == (503, "overloaded_error") and "6 connections" in answer[2]
+        assert answer[1]["retry-after"] == "1" and answer[1]["connection"] == "close"
+        assert get(f"{base}/health")[0] == get(f"{base}/metrics")[0] == 200
+    finally:
+        for one in idle_ones:
+            one.close()
+    until(lambda: asked(base, SHORT)[0] == 200, 10)
+
+
+def test_the_mask_tokens_text_is_text_and_its_id_is_refused(base: str) -> None:
+    ids, mask = Tokenizer(MODEL.path), MODEL.architecture.mask_token_id
+    text = ids.decode([mask], skip_special_tokens=False)
+    assert asked(base, {**SHORT, "prompt": f"What does {text} mean?"})[0] == 200
+    status, _, found = get(f"{base}/tokenize", {"prompt": f"{text} a {text}{text}"})
+    tokens = json.loads(found)["tokens"]
+    assert (
+        mask not in tokens
+        and json.loads(get(f"{base}/detokenize", {"tokens": tokens})[2])["prompt"] == f"{text} a {text}{text}"
+    )
+    status, kind, said = error_of(asked(base, {**SHORT, "prompt": [5, mask, 5]}))
+    assert (status, kind) == (400, "invalid_request_error") and f"mask token {mask} at position 1" in said
+
+
+@pytest.mark.soak
+def test_an_exception_in_a_step_is_told_to_those_it_hit_and_service_goes_on() -> None:
+    with serving(replace(LIMITS, timeout_s=60), base=failing(MODEL.architecture)) as base:
+        fatal, before = {**LONG, "prompt": [5, FATAL, 5]}, json.loads(asked(base, SHORT)[2])["choices"]
+        with ThreadPoolExecutor() as pool:
+            streams = [pool.submit(asked, base, {**LONG, "max_tokens": 2048, "stream": True}) for _ in range(3)]
+            until(lambda: not idle(base), 10)
+            time.sleep(0.5)
+            assert error_of(asked(base, fatal))[:2] == (503, "engine_error")
+            for text in (stream.result()[2] for stream in streams):
+                *_, last = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+                assert last["error"]["type"] == "engine_error" and text.endswith("data: [DONE]\n\n")
+        until(lambda: get(f"{base}/health")[0] == 200, 60)
+        assert 1 <= json.loads(get(f"{base}/health")[2])["restarts"] <= 2
+        assert json.loads(asked(base, SHORT)[2])["choices"] == before and idle(base)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("drain_s", [30, 2])
+def test_a_signal_lets_running_requests_end(drain_s: int) -> None:
+    """Through the command: ten streams run, the signal comes, new callers are refused."""
+    command = [sys.executable, "-c", "from mosaic.cli import main; main()", "serve", "small-sdar", "--port", "0"]
+    command += ["--threads", "1", "--drain-timeout", str(drain_s)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        said = ""
+        while "serving" not in said:
+            line = server.stderr.readline()
+            assert line, said
+            said += line
+        base = re.findall(r"http://\S+", said)[0]
+        engine = json.loads(get(f"{base}/health")[2])["engine_pid"]
+        tokens = 400 if drain_s > 10 else 4096
+        found: list[str] = []
+
+        def ask() -> None:
+            found.append(asked(base, {**LONG, "max_tokens": tokens, "stream": True})[2])
+
+        threads = [threading.Thread(target=ask) for _ in range(10)]
+        for thread in threads:
+            thread.start()
+        until(lambda: "num_requests_running" in get(f"{base}/metrics")[2] and not idle(base), 30)
+        server.send_signal(signal.SIGTERM)
+        server.send_signal(signal.SIGTERM)
+        until(lambda: _refused(base), 10)
+        for thread in threads:
+            thread.join(60)
+        assert server.wait(30) == 0, server.stderr.read()
+        assert "Traceback" not in server.stderr.read()
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine, 0)
+    assert len(found) == 10 and all(text.endswith("data: [DONE]\n\n") for text in found)
+    ends = [json.loads(text.splitlines()[-4][6:]) for text in found]
+    if drain_s > 10:
+        assert {end["choices"][0]["finish_reason"] for end in ends} == {"length"}
+    else:
+        assert {end["error"]["code"] for end in ends} == {503}
+
+
+def _refused(base: str) -> bool:
+    try:
+        return asked(base, SHORT)[0] == 503
+    except urllib.error.URLError:
+        return True
+
+
+@pytest.mark.soak
+def test_a_signal_ends_a_server_that_still_loads() -> None:
+    command = f"ulimit -n 200; exec {sys.executable} -c 'from mosaic.cli import main; main()' serve small-sdar --port 0"
+    with subprocess.Popen(["bash", "-c", command], stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        assert "136 connections at most" in server.stderr.readline()
+        time.sleep(0.5)
+        server.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        _, said = server.communicate(timeout=60)
+    assert (server.returncode, said) == (0, "") and time.monotonic() - began < 4
