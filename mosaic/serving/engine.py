@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from mosaic.decoding.config import GenerationConfig
+from mosaic.decoding.config import GenerationConfig, resolve
 from mosaic.decoding.live import Submission
 from mosaic.decoding.session import Session
 from mosaic.decoding.stream import MOST_LIVE, Outcome, Stream
@@ -99,7 +99,7 @@ class _Feed:
     """Collects what becomes final of one answer, behind its prompt; if its steps are told, scores and canvases, too."""
 
     def __init__(self, asked: Asked) -> None:
-        self._scored, self._framed = asked.scores, asked.frames
+        self.config, self._scored, self._framed = asked.config, asked.scores, asked.frames
         self._next = -1  # the first position that is not final; the prompt comes first
         self._decided = dict[int, tuple[int, float]]()
         self._clear()
@@ -164,16 +164,17 @@ class _Engine:
                 busy = True
             while self._waiting and self._stream.wants:
                 self._submit(self._waiting.popleft())
-            positions = sum(request.config.block_length or 1 for request in self._session.live)
+            began = time.perf_counter()
             outcomes = self._stream.advance(ordered=False)
+            seconds = time.perf_counter() - began
             if self._stream.steps:
                 self._plan = self._stream.steps[0].plan
             fresh = {number: found for number, feeds in self._feeds.items() if (found := _taken(feeds))}
             if fresh or outcomes or busy:
-                self._connection.send(self._state(fresh, positions))
+                self._connection.send(self._state(fresh, seconds))
             for outcome in outcomes:
-                del self._feeds[outcome.number]
-                self._connection.send(_answer(outcome))
+                feeds = self._feeds.pop(outcome.number)
+                self._connection.send(self._answer(outcome, feeds[0].config))
 
     def _take(self, message: ToEngine) -> None:
         if isinstance(message, Asked):
@@ -217,7 +218,7 @@ class _Engine:
             ],
         )
 
-    def _state(self, fresh: Mapping[int, Mapping[int, Fresh]], positions: int) -> Stepped:
+    def _state(self, fresh: Mapping[int, Mapping[int, Fresh]], seconds: float) -> Stepped:
         now = time.monotonic()
         if now - self._looked_s >= _LOOKED_S:
             memory, self._looked_s = self._model.memory(), now
@@ -227,7 +228,7 @@ class _Engine:
             self._drawn_s, picture = now, self._picture()
         waiting = len(self._waiting) + self._stream.holds
         return Stepped(
-            fresh=fresh, positions=positions, waiting=waiting, running=len(self._session.live), memory=self._memory,
+            fresh=fresh, seconds=seconds, waiting=waiting, running=len(self._session.live), memory=self._memory,
             picture=picture,
         )  # fmt: skip
 
@@ -252,6 +253,18 @@ class _Engine:
             else None
         )
 
+    def _answer(self, outcome: Outcome, config: GenerationConfig) -> Ended | Refused:
+        if outcome.error is not None:
+            return Refused(
+                number=outcome.number, message=str(outcome.error), fits=not isinstance(outcome.error, DoesNotFit)
+            )
+        steps = [one.steps for one in outcome.generations]
+        return Ended(
+            number=outcome.number, finishes=[one.finish for one in outcome.generations], steps=steps,
+            positions=sum(steps) * (resolve(config, self._model.architecture).block_length or 1),
+            cached_tokens=min((one.cached_tokens for one in outcome.generations), default=0),
+        )  # fmt: skip
+
 
 def _canvas(request: LiveRequest) -> Canvas:
     draft = request.draft()
@@ -265,18 +278,6 @@ def _canvas(request: LiveRequest) -> Canvas:
 
 def _taken(feeds: Sequence[_Feed]) -> dict[int, Fresh]:
     return {place: found for place, feed in enumerate(feeds) if (found := feed.take()) is not None}
-
-
-def _answer(outcome: Outcome) -> Ended | Refused:
-    if outcome.error is not None:
-        return Refused(
-            number=outcome.number, message=str(outcome.error), fits=not isinstance(outcome.error, DoesNotFit)
-        )
-    return Ended(
-        number=outcome.number, finishes=[one.finish for one in outcome.generations],
-        steps=[one.steps for one in outcome.generations],
-        cached_tokens=min((one.cached_tokens for one in outcome.generations), default=0),
-    )  # fmt: skip
 
 
 def _longest(session: Session, base: GenerationConfig, token: int, most: int) -> int:

@@ -155,8 +155,8 @@ class Stepped:
     ----------
     fresh
         By prompt, then by the place of the answer.
-    positions
-        Positions of the answers' canvases that the step decoded.
+    seconds
+        That it took.
     waiting, running
         Prompts that are not admitted yet, and requests that are live.
     memory
@@ -166,7 +166,7 @@ class Stepped:
     """
 
     fresh: Mapping[int, Mapping[int, Fresh]]
-    positions: int
+    seconds: float
     waiting: int
     running: int
     memory: Mapping[str, tuple[int, int]]
@@ -175,12 +175,13 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """All answers to a prompt have ended: by place, how (`Generation.finish`) and after how many steps; and of how many of the
-    prompt's first tokens others had computed the keys."""
+    """All answers to a prompt have ended: by place, how (`Generation.finish`) and after how many steps, of how many positions of
+    their blocks in all; and of how many of the prompt's first tokens others had computed the keys."""
 
     number: int
     finishes: Sequence[str] = ()
     steps: Sequence[int] = ()
+    positions: int = 0
     cached_tokens: int = 0
 
 

@@ -287,6 +287,7 @@ class Supervisor:
                 told.set_result(message.found)
         elif isinstance(message, Ended):
             self._rate.note()
+            self._metrics.ended(message)
             if (running := self._running.pop(message.number, None)) is not None:
                 running.heard.put_nowait(message)
         elif (running := self._running.pop(message.number, None)) is not None:

@@ -53,7 +53,7 @@ class Watch:
         """Note a step."""
         now = time.monotonic()
         tokens = sum(len(fresh.ids) for answers in step.fresh.values() for fresh in answers.values())
-        self.steps += step.positions > 0
+        self.steps += step.seconds > 0 and step.running > 0
         self.tokens += tokens
         self._counted += tokens
         if step.picture is not None:
