@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from mosaic.decoding.forecast import Forecast
     from mosaic.decoding.live import LiveRequest
     from mosaic.decoding.streaming import Step
-    from mosaic.planner.plan import Plan
     from mosaic.runtime.compiled import CompiledModel
     from mosaic.serving.messages import ToEngine
 
@@ -150,7 +149,7 @@ class _Engine:
         self._memory, self._looked_s = dict[str, tuple[int, int]](), -math.inf
         self._watched_s = self._drawn_s = -math.inf
         self._next: Asked | None = None  # waits for room
-        self._plan: Plan | None = None
+        self._last: Step | None = None
 
     def run(self) -> None:
         """Serve until the server says that it ends."""
@@ -168,7 +167,7 @@ class _Engine:
             outcomes = self._stream.advance(ordered=False)
             seconds = time.perf_counter() - began
             if self._stream.steps:
-                self._plan = self._stream.steps[0].plan
+                self._last = self._stream.steps[0]
             fresh = {number: found for number, feeds in self._feeds.items() if (found := _taken(feeds))}
             if fresh or outcomes or busy:
                 self._connection.send(self._state(fresh, seconds))
@@ -187,7 +186,7 @@ class _Engine:
             self._connection.send(Told(message.number, self._foretell(message.prompt, message.config)))
             return
         if isinstance(message, PlanWanted):
-            document = "no step has run yet." if self._plan is None else self._plan.document
+            document = "no step has run yet." if self._last is None else self._last.plan.document
             self._connection.send(Told(message.number, document))
             return
         kept = deque(asked for asked in self._waiting if asked.number != message.number)
@@ -233,7 +232,7 @@ class _Engine:
         )  # fmt: skip
 
     def _picture(self) -> Picture:
-        plan = self._plan
+        plan = None if self._last is None else self._last.plan
         return Picture(
             canvases=[_canvas(request) for request in self._session.live[:_CANVASES]], rows=dict(self._model.state_rows),
             plan=None if plan is None else {
