@@ -27,7 +27,7 @@ ALLOWED = {
     "jobs": {"runtime", "models", "decoding", "jobs", "devices", "files"},
     "bench": {"bench"},
     "evaluation": {"runtime", "models", "decoding", "jobs", "evaluation"},
-    "serving": {"runtime", "models", "decoding", "jobs", "serving"},
+    "serving": {"runtime", "models", "decoding", "jobs", "viz", "serving"},
 }
 COMMON = {"errors", "units", "version"}
 # At call time, through the room above: a notebook's picture of an object, and `generate` of a compiled model.
