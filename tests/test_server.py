@@ -27,13 +27,11 @@ import torch
 import mosaic
 from mosaic.decoding import GenerationConfig
 from mosaic.decoding.tokenizer import Tokenizer
-from mosaic.errors import UsageError
 from mosaic.jobs.sampling import SamplingParams, completion
 from mosaic.models import load
 from mosaic.serving import EngineOptions, Limits
 from mosaic.serving.app import create_app
 from mosaic.serving.connections import Server
-from mosaic.serving.load import TRAFFIC, Load, asked, goal_of
 from mosaic.serving.text import AnswerText
 
 MODEL = load("small-sdar")
@@ -366,6 +364,8 @@ def test_a_bench_counts_what_a_server_did(base: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from mosaic.cli import main; main()", "bench", "serve", "--model", "small-sdar"]
     command += ["--base-url", base, "--num-prompts", "7", "--input-len", "12", "--output-len", "40", "--ignore-eos"]
     sent = ["--max-concurrency", "3", "--prefix-len", "80"]
+    until(lambda: _metric(base, "vllm:num_requests_running") == 0, 30)
+    before = 32 * _metric(base, "vllm:diffusion_num_denoising_steps_total")
     ran = subprocess.run(
         [*command, *sent, "--goodput", "ttft:0.001", "--save", str(saved), "--json"], capture_output=True, text=True, check=False,
         timeout=120,
@@ -373,11 +373,18 @@ def test_a_bench_counts_what_a_server_did(base: str, tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     found, shown = json.loads(saved.read_text()), json.loads(ran.stdout)
     assert (shown["completed"], shown["failed"], shown["total_output_tokens"]) == (7, 0, 7 * 40)
-    assert found["details"]["output_lens"] == [40] * 7 and min(found["details"]["input_lens"]) > 92
+    assert found["output_lens"] == [40] * 7 and min(found["input_lens"]) > 92
     assert shown["request_goodput"] == 0 and shown["max_concurrent_requests"] == 3 and shown["cached_tokens"] > 0
     assert 0 < shown["median_ttft_ms"] <= shown["median_e2el_ms"] <= shown["p99_e2el_ms"] <= 1e3 * shown["duration"]
     assert shown["output_throughput"] == pytest.approx(7 * 40 / shown["duration"])
-    assert shown["diffusion_committed_tokens"] == 7 * 40 and 1 <= shown["diffusion_committed_per_step"] <= 32
+    assert shown["diffusion_committed_tokens"] == 7 * 40 and 1 <= 1 / shown["forwards_per_token"] <= 32
+    assert (
+        shown["diffusion_canvas_positions"] == 32 * _metric(base, "vllm:diffusion_num_denoising_steps_total") - before
+    )
+    assert (
+        0 < shown["in_step_seconds"] <= shown["duration"] and shown["in_step_throughput"] >= shown["output_throughput"]
+    )
+    assert shown["peak_memory_bytes"] >= sum(series[0] for series in found["memory"]["committed"].values()) > 1e7
     refused = subprocess.run(
         [*command, *sent, "--extra-body", '{"temperature": -1}', "--json"],
         capture_output=True,
@@ -385,27 +392,8 @@ def test_a_bench_counts_what_a_server_did(base: str, tmp_path: Path) -> None:
         check=False,
         timeout=120,
     )
-    assert json.loads(refused.stdout)["failed"] == 7 and "temperature" in json.loads(refused.stdout)["errors"][0]
-
-
-def test_a_load_is_the_same_for_a_seed_and_comes_at_its_rate() -> None:
-    load = Load(base_url="http://a", model="a", lengths=TRAFFIC["burst"], requests=4000, rate=8.0, prefix=5)
-    found = [*asked(load)]
-    assert found[:50] == [*asked(replace(load, requests=50))] != [*asked(replace(load, requests=50, seed=1))]
-    assert found[-1].at_s == pytest.approx(4000 / 8, rel=0.1)
-    words = [len(one.prompt.split()) for one in found]
-    assert (
-        min(words) >= 105
-        and max(words) <= 605
-        and {one.prompt.split()[4] for one in found} == {found[0].prompt.split()[4]}
-    )
-    assert min(one.tokens for one in found) >= 128 and max(one.tokens for one in found) <= 512
-
-
-@pytest.mark.parametrize("goals", ["ttft", "ttft:x", "speed:3"])
-def test_goals_that_cannot_be_are_refused(goals: str) -> None:
-    with pytest.raises(UsageError, match=r"goodput|measure"):
-        goal_of(goals)
+    assert refused.returncode == 1 and json.loads(refused.stdout)["failed"] == 7
+    assert "7 failed: status 400" in refused.stderr and "temperature" in refused.stderr
 
 
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(base: str) -> None:

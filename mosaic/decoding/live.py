@@ -170,9 +170,23 @@ class LiveRequest:
         return self._canvas.config
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of its prompt."""
+        return self._canvas.prompt_len
+
+    @property
     def deadline_s(self) -> float | None:
         """Seconds that it has from its submission on."""
         return self._submission.deadline_s
+
+    def look(self) -> None:
+        """Bring canvas and number of steps up to date; those of a generator are."""
+
+    def draft(self) -> Tensor:
+        """Return the answer as it stands after the last step, int64 [G], -1 where nothing is decided."""
+        self.look()
+        answer = slice(self._canvas.prompt_len, self._canvas.end)
+        return self._canvas.tokens[answer].masked_fill(self._canvas.masked[answer], -1)
 
     def wait(self, turn: int) -> None:
         """Let it wait for its next step."""

@@ -12,6 +12,7 @@ from mosaic.errors import DoesNotFit, MosaicError, UsageError
 if TYPE_CHECKING:
     from mosaic.decoding.live import Generation, LiveRequest, Submission
     from mosaic.decoding.session import Session
+    from mosaic.decoding.streaming import Step
 
 __all__ = ["MOST_AHEAD", "MOST_LIVE", "Outcome", "Stream"]
 
@@ -77,6 +78,8 @@ class Stream:
         Steps that were run.
     tokens
         Tokens of the requests that have ended.
+    steps
+        What the last one did.
 
     Examples
     --------
@@ -100,6 +103,7 @@ class Stream:
                 raise UsageError(f"{name}: expected a number, at least 1, got {value!r}.")
         self._session, self._most_live, self._most_ahead, self._after_step = session, most_live, most_ahead, after_step
         self.forwards = self.tokens = 0
+        self.steps: Sequence[Step] = ()
         self._entries: dict[_Entry, None] = {}  # without an outcome that was handed on, by number
         self._live: dict[LiveRequest, _Entry] = {}
         self._held: _Entry | None = None
@@ -126,7 +130,8 @@ class Stream:
         """Run a step, and return the outcomes that are due: in the order of the entries, or of all that have ended."""
         self._submit()
         if self._session.live:
-            self.forwards += bool(self._session.advance())
+            self.steps = self._session.advance()
+            self.forwards += bool(self.steps)
             self._note_ends()
             if self._after_step is not None:
                 self._after_step(self)

@@ -9,7 +9,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from mosaic.decoding.prompts import is_integer, token_ids
 from mosaic.decoding.tokenizer import Tokenizer
@@ -22,18 +23,25 @@ from mosaic.serving.logs import Logged, Note
 from mosaic.serving.metrics import Metrics
 from mosaic.serving.protocol import CHAT, Question, Reply, TokenScore, error_body, read
 from mosaic.serving.supervisor import Busy, EngineFailed, Limits, Supervisor, TooLarge
+from mosaic.serving.watch import Watch
 from mosaic.version import __version__
+from mosaic.viz.report import html_report
 
 try:
     from fastapi import FastAPI, Request
-    from fastapi.responses import JSONResponse, Response, StreamingResponse
+    from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect
 except ImportError as error:
     raise MissingExtra("fastapi", "serve", "`mosaic serve`") from error
 
+if TYPE_CHECKING:
+    from mosaic.serving.messages import Stepped
+
 __all__ = ["create_app"]
 
+_PAGE: Final = Path(__file__).with_name("status.html")
+_POLICY: Final = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 _log = logging.getLogger(__name__)
 
 _CHARACTERS: Final = 4
@@ -77,8 +85,8 @@ class _Server:
         self.model, self.name, self.base, self.limits = model, name, options.base, limits
         self.strict, self.policies = strict, policies
         self.tokenizer = Tokenizer(_path(model), mask=model.architecture.mask_token_id)
-        self.metrics = Metrics(name)
-        self.engine = Supervisor(options, limits, self.metrics)
+        self.metrics, self.watch = Metrics(name), Watch(self.tokenizer)
+        self.engine = Supervisor(options, limits, self._stepped, self.metrics)
         self._keys = [key.encode() for key in keys]
         self._began = int(time.time())
 
@@ -272,6 +280,27 @@ class _Server:
         self.allow(request)
         return JSONResponse(self.tokenizer.info())
 
+    def _stepped(self, step: Stepped) -> None:
+        self.metrics.stepped(step)
+        self.watch.stepped(step)
+
+    async def status(self, request: Request) -> Response:
+        """What the status page shows."""
+        self.allow(request)
+        self.engine.watch()
+        engine = self.engine
+        return JSONResponse(
+            {
+                "model": self.name, "version": __version__, "state": engine.state, "reason": engine.failure,
+                "restarts": engine.restarts, "step_s": engine.step_s, **self.watch.status(),
+            }
+        )  # fmt: skip
+
+    async def drawn_plan(self, request: Request) -> Response:
+        """The report of the plan in force, a page."""
+        self.allow(request)
+        return HTMLResponse(await asyncio.to_thread(html_report, await self.engine.plan()))
+
     def models(self) -> Response:
         """The model, with the most positions of a request as planned."""
         one = {
@@ -377,10 +406,17 @@ def create_app(
     }
     for path, (answer, body) in asked.items():
         route(path, "POST", answer, **openapi.described(body, json_, 404, *of_bodies))
-    route("/tokenizer_info", "GET", server.tokenizer_info, **openapi.described(None, json_, *of_any))
-    route("/v1/models", "GET", models, **openapi.described(None, json_, *of_any))
-    route("/health", "GET", health, **openapi.described(None, json_, 500, 503))
-    route("/metrics", "GET", metrics, **openapi.described(None, ("text/plain; version=0.0.4",), 500))
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(_PAGE.read_bytes(), headers={"Content-Security-Policy": _POLICY})
+
+    shown: dict[str, Any] = {
+        "/": (page, "text/html"), "/status": (server.status, *json_), "/status/plan": (server.drawn_plan, "text/html"),
+        "/v1/models": (models, *json_), "/health": (health, *json_), "/metrics": (metrics, "text/plain; version=0.0.4"),
+        "/tokenizer_info": (server.tokenizer_info, *json_),
+    }  # fmt: skip
+    for path, (answer, kind) in shown.items():
+        route(path, "GET", answer, **openapi.described(None, (kind,), *of_any))
     return app
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from mosaic.decoding.config import GenerationConfig
+from mosaic.decoding.config import GenerationConfig, resolve
 from mosaic.decoding.live import Submission
 from mosaic.decoding.session import Session
 from mosaic.decoding.stream import MOST_LIVE, Outcome, Stream
@@ -27,7 +27,22 @@ from mosaic.models import load
 from mosaic.models.step import MAX_TOKENS
 from mosaic.runtime.compile import compile
 from mosaic.serving.logs import configure
-from mosaic.serving.messages import Asked, Ended, Failed, Foretold, Frame, Fresh, Ready, Refused, Stepped, Wondered
+from mosaic.serving.messages import (
+    Asked,
+    Canvas,
+    Ended,
+    Failed,
+    Frame,
+    Fresh,
+    Picture,
+    PlanWanted,
+    Ready,
+    Refused,
+    Stepped,
+    Told,
+    Watched,
+    Wondered,
+)
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -35,6 +50,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mosaic.decoding.forecast import Forecast
+    from mosaic.decoding.live import LiveRequest
     from mosaic.decoding.streaming import Step
     from mosaic.runtime.compiled import CompiledModel
     from mosaic.serving.messages import ToEngine
@@ -46,6 +62,12 @@ _AHEAD: Final = 1 << 62
 _IDLE_S: Final = 3600.0
 _LOOKED_S: Final = 1.0
 """Seconds from one look at the memory to the next: the device and the operating system are asked."""
+_WATCHED_S: Final = 5.0
+"""Seconds for which pictures are made after somebody has looked."""
+_PICTURES_S: Final = 0.2
+_CANVASES: Final = 32
+"""Of so many live requests, and so many positions of each, around the first one that is open."""
+_SHOWN: Final = 256
 _log = logging.getLogger(__name__)
 
 
@@ -81,7 +103,7 @@ class _Feed:
     """Collects what becomes final of one answer, behind its prompt; if its steps are told, scores and canvases, too."""
 
     def __init__(self, asked: Asked) -> None:
-        self._scored, self._framed = asked.scores, asked.frames
+        self.config, self._scored, self._framed = asked.config, asked.scores, asked.frames
         self._next = -1  # the first position that is not final; the prompt comes first
         self._decided = dict[int, tuple[int, float]]()
         self._clear()
@@ -127,8 +149,12 @@ class _Engine:
         self._model, self._session, self._connection = model, session, connection
         self._stream = Stream(session, most_live=options.max_num_seqs, most_ahead=_AHEAD)
         self._waiting = deque[Asked]()
+        self._most_live = options.max_num_seqs
         self._feeds = dict[int, list[_Feed]]()  # by prompt
         self._memory, self._looked_s = dict[str, tuple[int, int]](), -math.inf
+        self._watched_s = self._drawn_s = -math.inf
+        self._next: Asked | None = None  # waits for room
+        self._last: Step | None = None
 
     def run(self) -> None:
         """Serve until the server says that it ends."""
@@ -142,21 +168,31 @@ class _Engine:
                 busy = True
             while self._waiting and self._stream.wants:
                 self._submit(self._waiting.popleft())
-            positions = sum(request.config.block_length or 1 for request in self._session.live)
+            began = time.perf_counter()
             outcomes = self._stream.advance(ordered=False)
+            seconds = time.perf_counter() - began
+            if self._stream.steps:
+                self._last = self._stream.steps[0]
             fresh = {number: found for number, feeds in self._feeds.items() if (found := _taken(feeds))}
             if fresh or outcomes or busy:
-                self._connection.send(self._state(fresh, positions))
+                self._connection.send(self._state(fresh, seconds))
             for outcome in outcomes:
-                del self._feeds[outcome.number]
-                self._connection.send(_answer(outcome))
+                feeds = self._feeds.pop(outcome.number)
+                self._connection.send(self._answer(outcome, feeds[0].config))
 
     def _take(self, message: ToEngine) -> None:
         if isinstance(message, Asked):
             self._waiting.append(message)
             return
+        if isinstance(message, Watched):
+            self._watched_s = time.monotonic()
+            return
         if isinstance(message, Wondered):
-            self._connection.send(Foretold(message.number, self._foretell(message)))
+            self._connection.send(Told(message.number, self._foretell(message.prompt, message.config)))
+            return
+        if isinstance(message, PlanWanted):
+            document = "no step has run yet." if self._last is None else self._last.plan.document
+            self._connection.send(Told(message.number, document))
             return
         kept = deque(asked for asked in self._waiting if asked.number != message.number)
         if len(kept) < len(self._waiting):
@@ -165,14 +201,15 @@ class _Engine:
         else:
             self._stream.cancel(message.number)
 
-    def _foretell(self, wondered: Wondered) -> Forecast | str:
-        prompt = torch.tensor(wondered.prompt, dtype=torch.int64)
+    def _foretell(self, prompt: Sequence[int], config: GenerationConfig) -> Forecast | str:
+        ids = torch.tensor(prompt, dtype=torch.int64)
         try:
-            return self._session.forecast(Submission(prompt=prompt, config=wondered.config))
+            return self._session.forecast(Submission(prompt=ids, config=config))
         except MosaicError as error:
             return str(error)
 
     def _submit(self, asked: Asked) -> None:
+        self._next = asked
         prompt = torch.tensor(asked.prompt, dtype=torch.int64)
         found = submissions(prompt, asked.config, asked.draws, asked.answers)
         feeds = self._feeds[asked.number] = [_Feed(asked) for _ in found]
@@ -185,30 +222,66 @@ class _Engine:
             ],
         )
 
-    def _state(self, fresh: Mapping[int, Mapping[int, Fresh]], positions: int) -> Stepped:
-        if (now := time.monotonic()) - self._looked_s >= _LOOKED_S:
+    def _state(self, fresh: Mapping[int, Mapping[int, Fresh]], seconds: float) -> Stepped:
+        now = time.monotonic()
+        if now - self._looked_s >= _LOOKED_S:
             memory, self._looked_s = self._model.memory(), now
             self._memory = {name: (memory.planned[name], memory.committed[name]) for name in memory.planned}
+        picture = None
+        if now - self._watched_s < _WATCHED_S and (now - self._drawn_s >= _PICTURES_S or not self._session.live):
+            self._drawn_s, picture = now, self._picture()
         waiting = len(self._waiting) + self._stream.holds
         return Stepped(
-            fresh=fresh, positions=positions, waiting=waiting, running=len(self._session.live), memory=self._memory
+            fresh=fresh, seconds=seconds, waiting=waiting, running=len(self._session.live), memory=self._memory,
+            picture=picture,
+        )  # fmt: skip
+
+    def _picture(self) -> Picture:
+        plan = None if self._last is None else self._last.plan
+        return Picture(
+            canvases=[_canvas(request) for request in self._session.live[:_CANVASES]], rows=dict(self._model.state_rows),
+            plan=None if plan is None else {
+                "dims": dict(plan.dims), "components": dict(plan.components), "total_bytes": plan.total_bytes,
+                "budget_bytes": plan.budget_bytes, "predicted_ms": plan.predicted_step_ms, "device": plan.device,
+            },
+            outlook=self._outlook(),
+        )  # fmt: skip
+
+    def _outlook(self) -> Forecast | str | None:
+        """When the next prompt has room."""
+        if self._stream.holds and self._next is not None:
+            return self._foretell(self._next.prompt, self._next.config)
+        return (
+            f"All {self._most_live} places are taken: the next request waits for another to end."
+            if self._waiting
+            else None
         )
+
+    def _answer(self, outcome: Outcome, config: GenerationConfig) -> Ended | Refused:
+        if outcome.error is not None:
+            return Refused(
+                number=outcome.number, message=str(outcome.error), fits=not isinstance(outcome.error, DoesNotFit)
+            )
+        steps = [one.steps for one in outcome.generations]
+        return Ended(
+            number=outcome.number, finishes=[one.finish for one in outcome.generations], steps=steps,
+            positions=sum(steps) * (resolve(config, self._model.architecture).block_length or 1),
+            cached_tokens=min((one.cached_tokens for one in outcome.generations), default=0),
+        )  # fmt: skip
+
+
+def _canvas(request: LiveRequest) -> Canvas:
+    draft = request.draft()
+    open_ = (draft < 0).nonzero()
+    first = max(int(open_[0]) - _SHOWN // 2, 0) if len(open_) else 0
+    return Canvas(
+        number=request.number, prompt_tokens=request.prompt_tokens, length=len(draft), steps=request.steps, masked=len(open_),
+        first=first, ids=draft[first : first + _SHOWN].tolist(),
+    )  # fmt: skip
 
 
 def _taken(feeds: Sequence[_Feed]) -> dict[int, Fresh]:
     return {place: found for place, feed in enumerate(feeds) if (found := feed.take()) is not None}
-
-
-def _answer(outcome: Outcome) -> Ended | Refused:
-    if outcome.error is not None:
-        return Refused(
-            number=outcome.number, message=str(outcome.error), fits=not isinstance(outcome.error, DoesNotFit)
-        )
-    return Ended(
-        number=outcome.number, finishes=[one.finish for one in outcome.generations],
-        steps=[one.steps for one in outcome.generations],
-        cached_tokens=min((one.cached_tokens for one in outcome.generations), default=0),
-    )  # fmt: skip
 
 
 def _longest(session: Session, base: GenerationConfig, token: int, most: int) -> int:

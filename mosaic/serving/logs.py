@@ -9,22 +9,30 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from mosaic.serving.answers import Answers
+    from mosaic.serving.protocol import Usage
 
 __all__ = ["FORMATS", "Logged", "Note", "configure"]
 
 FORMATS: Final = ("text", "json")
 _ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _PATH: Final = 200
-_WATCHED: Final = ("/health", "/metrics")
+_WATCHED: Final = ("/health", "/metrics", "/status")
 """Paths that are asked every few seconds: only their failures have a line."""
 _log = logging.getLogger("mosaic.serving.requests")
 _Message: TypeAlias = MutableMapping[str, Any]
 _Send: TypeAlias = Callable[[_Message], Awaitable[None]]
 _App: TypeAlias = Callable[[Any, Any, _Send], Awaitable[None]]
+
+
+class _Answers(Protocol):
+    reasons: list[str | None]
+    first_s: float | None
+
+    @property
+    def usage(self) -> Usage: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +51,7 @@ class Note:
 
     id: str
     prompt_tokens: int = 0
-    answers: Answers | None = None
+    answers: _Answers | None = None
     error: str = ""
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from mosaic.decoding.config import GenerationConfig
 from mosaic.decoding.forecast import Forecast
@@ -12,16 +12,20 @@ from mosaic.decoding.forecast import Forecast
 __all__ = [
     "Asked",
     "Cancelled",
+    "Canvas",
     "Ended",
     "Failed",
-    "Foretold",
     "Frame",
     "Fresh",
+    "Picture",
+    "PlanWanted",
     "Ready",
     "Refused",
     "Stepped",
     "ToEngine",
     "ToServer",
+    "Told",
+    "Watched",
     "Wondered",
 ]
 
@@ -57,11 +61,58 @@ class Wondered:
 
 
 @dataclass(frozen=True, slots=True)
-class Foretold:
-    """What was wondered at, or why it cannot be said."""
+class PlanWanted:
+    """Which plan is in force?"""
 
     number: int
-    forecast: Forecast | str
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What was asked for: a forecast, the document of a plan, or why there is none."""
+
+    number: int
+    found: Forecast | Mapping[str, Any] | str
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """Somebody looks at the engine: pictures are wanted for a while."""
+
+
+class Canvas(NamedTuple):
+    """A live request: tokens of its prompt and positions of its answer, steps so far, positions that are open, and tokens from
+    position `first` on, -1 where nothing is decided."""
+
+    number: int
+    prompt_tokens: int
+    length: int
+    steps: int
+    masked: int
+    first: int
+    ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """The engine as it stands.
+
+    Parameters
+    ----------
+    canvases
+        Of the first live requests.
+    rows
+        Rows in use, by state.
+    plan
+        Of the last step: its dims, bytes by component and in all, the budget, and milliseconds as predicted.
+    outlook
+        Of the prompt that is next, if one waits.
+    """
+
+    canvases: Sequence[Canvas]
+    rows: Mapping[str, int]
+    plan: Mapping[str, Any] | None
+    outlook: Forecast | str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,29 +155,33 @@ class Stepped:
     ----------
     fresh
         By prompt, then by the place of the answer.
-    positions
-        Positions of the answers' canvases that the step decoded.
+    seconds
+        That it took.
     waiting, running
         Prompts that are not admitted yet, and requests that are live.
     memory
         Bytes by pool, as planned and as committed.
+    picture
+        If somebody watches, now and then.
     """
 
     fresh: Mapping[int, Mapping[int, Fresh]]
-    positions: int
+    seconds: float
     waiting: int
     running: int
     memory: Mapping[str, tuple[int, int]]
+    picture: Picture | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """All answers to a prompt have ended: by place, how (`Generation.finish`) and after how many steps; and of how many of the
-    prompt's first tokens others had computed the keys."""
+    """All answers to a prompt have ended: by place, how (`Generation.finish`) and after how many steps, of how many positions of
+    their blocks in all; and of how many of the prompt's first tokens others had computed the keys."""
 
     number: int
     finishes: Sequence[str] = ()
     steps: Sequence[int] = ()
+    positions: int = 0
     cached_tokens: int = 0
 
 
@@ -139,5 +194,5 @@ class Refused:
     fits: bool
 
 
-ToEngine: TypeAlias = Asked | Cancelled | Wondered
-ToServer: TypeAlias = Ready | Failed | Stepped | Ended | Refused | Foretold
+ToEngine: TypeAlias = Asked | Cancelled | Wondered | PlanWanted | Watched
+ToServer: TypeAlias = Ready | Failed | Stepped | Ended | Refused | Told

@@ -12,7 +12,7 @@ except ImportError as error:
     raise MissingExtra("prometheus-client", "serve", "`mosaic serve`") from error
 
 if TYPE_CHECKING:
-    from mosaic.serving.messages import Stepped
+    from mosaic.serving.messages import Ended, Stepped
 
 __all__ = ["Metrics"]
 
@@ -45,6 +45,7 @@ class Metrics:
         self._steps = counter("vllm:diffusion_num_denoising_steps", "Steps of answers, commits included.")
         self._committed = counter("vllm:diffusion_num_committed_tokens", "Tokens that became final.")
         self._positions = counter("vllm:diffusion_num_canvas_positions", "Positions of blocks, summed over steps.")
+        self._step_seconds = counter("mosaic:step_seconds", "Seconds in which the engine was in a step.")
         self._first = histogram("vllm:time_to_first_token_seconds", "From the request to its first final tokens.")
         self._whole = histogram("vllm:e2e_request_latency_seconds", "From the request to its end.")
         self._memory = gauge("mosaic:memory_bytes", "Bytes by pool.", "pool", "kind")
@@ -53,7 +54,7 @@ class Metrics:
         """Note the state of the engine after a step."""
         self._running.labels(self._model).set(step.running)
         self._waiting.labels(self._model).set(step.waiting)
-        self._positions.labels(self._model).inc(step.positions)
+        self._step_seconds.labels(self._model).inc(step.seconds)
         self._committed.labels(self._model).inc(
             sum(len(fresh.ids) for answers in step.fresh.values() for fresh in answers.values())
         )
@@ -69,11 +70,15 @@ class Metrics:
         """Note the first tokens of a request, so long after it came."""
         self._first.labels(self._model).observe(seconds)
 
-    def answered(self, seconds: float, tokens: int, steps: int, reasons: list[str]) -> None:
-        """Note the end of a request: of its answers, tokens and steps in all, and what ended each."""
+    def ended(self, ended: Ended) -> None:
+        """Note that the engine is done with a prompt, whether anybody waits for its answers or not."""
+        self._steps.labels(self._model).inc(sum(ended.steps))
+        self._positions.labels(self._model).inc(ended.positions)
+
+    def answered(self, seconds: float, tokens: int, reasons: list[str]) -> None:
+        """Note the end of a request: tokens of its answers in all, and what ended each."""
         self._whole.labels(self._model).observe(seconds)
         self._tokens.labels(self._model).inc(tokens)
-        self._steps.labels(self._model).inc(steps)
         for reason in reasons:
             self._ended.labels(self._model, reason).inc()
 

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -19,7 +19,7 @@ from mosaic.decoding.config import GenerationConfig
 from mosaic.decoding.forecast import Forecast
 from mosaic.errors import MosaicError
 from mosaic.serving.engine import EngineOptions, run_engine
-from mosaic.serving.messages import Asked, Cancelled, Ended, Failed, Foretold, Ready, Stepped, Wondered
+from mosaic.serving.messages import Asked, Cancelled, Ended, Failed, PlanWanted, Ready, Stepped, Told, Watched, Wondered
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -114,14 +114,15 @@ class Supervisor:
         Prompts that wait for admission.
     """
 
-    def __init__(self, options: EngineOptions, limits: Limits, metrics: Metrics) -> None:
-        self._options, self._limits, self._metrics = options, limits, metrics
+    def __init__(self, options: EngineOptions, limits: Limits, stepped: Callable[[Stepped], object], metrics: Metrics
+    ) -> None:  # fmt: skip
+        self._options, self._limits, self._stepped, self._metrics = options, limits, stepped, metrics
         self.state, self.failure = "starting", ""
         self.longest = self.restarts = 0
         self._numbers = self._failures = self.waiting = 0
         self.step_s, self._stepped_s = 0.0, math.inf
         self._running = dict[int, _Running]()
-        self._wondering = dict[int, asyncio.Future[Forecast | str]]()
+        self._wondering = dict[int, asyncio.Future[Forecast | Mapping[str, Any] | str]]()
         self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
         self._rate = _Rate()
         self._changed = asyncio.Event()
@@ -222,12 +223,28 @@ class Supervisor:
 
     async def forecast(self, prompt: Sequence[int], config: GenerationConfig) -> Forecast:
         """Return what a request would take, and when there is room for it; as for `answer`."""
+        found = await self._tell(lambda number: Wondered(number=number, prompt=prompt, config=config))
+        assert isinstance(found, Forecast)
+        return found
+
+    async def plan(self) -> Mapping[str, Any]:
+        """Return the document of the plan of the last step; as for `answer`."""
+        found = await self._tell(PlanWanted)
+        assert isinstance(found, Mapping)
+        return found
+
+    def watch(self) -> None:
+        """Let the engine send pictures for a while."""
+        if self.state == "ready":
+            self._outbox.put(Watched())
+
+    async def _tell(self, wondered: Callable[[int], ToEngine]) -> Forecast | Mapping[str, Any]:
         await self.ready()
         self._numbers += 1
         number = self._numbers
-        told: asyncio.Future[Forecast | str] = self._loop.create_future()
+        told: asyncio.Future[Forecast | Mapping[str, Any] | str] = self._loop.create_future()
         self._wondering[number] = told
-        self._outbox.put(Wondered(number=number, prompt=prompt, config=config))
+        self._outbox.put(wondered(number))
         try:
             found = await told
         finally:
@@ -262,17 +279,18 @@ class Supervisor:
             self.failure = message.message
         elif isinstance(message, Stepped):
             self.waiting = message.waiting
-            self._metrics.stepped(message)
+            self._stepped(message)
             self._time(message.running)
             for number, fresh in message.fresh.items():
                 if (running := self._running.get(number)) is not None:
                     running.told = True
                     running.heard.put_nowait(fresh)
-        elif isinstance(message, Foretold):
+        elif isinstance(message, Told):
             if (told := self._wondering.get(message.number)) is not None and not told.done():
-                told.set_result(message.forecast)
+                told.set_result(message.found)
         elif isinstance(message, Ended):
             self._rate.note()
+            self._metrics.ended(message)
             if (running := self._running.pop(message.number, None)) is not None:
                 running.heard.put_nowait(message)
         elif (running := self._running.pop(message.number, None)) is not None:

@@ -50,7 +50,7 @@ def before_after_figure(before: Document, after: Document, *, labels: tuple[str,
         axes.set_xlabel("op index in program order")
     panels[1].set_ylabel("")
     panels[0].set_ylim(0, max(profile.peak_bytes for profile in profiles) / GIB * 1.14 or 1)
-    _headline(figure, _change(before["peak_bytes"], after["peak_bytes"], labels), _subject(after))
+    headline(figure, _change(before["peak_bytes"], after["peak_bytes"], labels), _subject(after))
     _legend(figure, [c for c in CATEGORIES if any(c in profile.categories for profile in profiles)])
     return figure
 
@@ -72,7 +72,7 @@ def plan_figure(doc: Document) -> Figure:
     panels[1, 0].set_xlabel("op index in program order")
     if zoomed:
         _draw_zoom(panels[0, 1], panels[1, 1], doc, profile)
-    _headline(figure, f"Workspace of {format_bytes(doc['peak_bytes'])}, {optimality(doc)}", _subject(doc))
+    headline(figure, f"Workspace of {format_bytes(doc['peak_bytes'])}, {optimality(doc)}", _subject(doc))
     _legend(figure, profile.categories, panels[1, 0] if zoomed else None)
     return figure
 
@@ -115,7 +115,7 @@ def _change(before: int, after: int, labels: tuple[str, str]) -> str:
     return f"Workspace peak grows {after / before:.2f} times ({labels[1]} against {labels[0]})"
 
 
-def _headline(figure: Figure, title: str, subject: str) -> None:
+def headline(figure: Figure, title: str, subject: str) -> None:
     """Write the title in bold and the subject beneath, and keep the panels below both."""
     height = figure.get_figheight()
     left = 0.1 / figure.get_figwidth()
@@ -142,7 +142,8 @@ def _legend(figure: Figure, categories: Sequence[str], beneath: Axes | None = No
     key.set_in_layout(False)
 
 
-def _tidy(axes: Axes) -> None:
+def tidy(axes: Axes) -> None:
+    """Leave two axes and faint lines of the grid."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -153,7 +154,7 @@ def _tidy(axes: Axes) -> None:
 
 
 def _draw_timeline(axes: Axes, profile: LiveProfile) -> None:
-    _tidy(axes)
+    tidy(axes)
     edges = range(profile.num_ops + 1)
     floor = [0.0] * (profile.num_ops + 1)
     for category in profile.categories:
@@ -207,7 +208,7 @@ def _draw_map(axes: Axes, doc: Document, first: int, last: int) -> None:
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
-    _tidy(axes)
+    tidy(axes)
     axes.grid(visible=False)
     category_of = root_categories(doc)
     by_category: dict[str, list[Rectangle]] = {}
