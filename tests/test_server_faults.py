@@ -317,11 +317,13 @@ def test_each_request_has_a_line_and_an_id_and_nothing_of_its_text(base: str, ca
 
 @pytest.mark.soak
 @pytest.mark.skipif(SCHEMATHESIS is None, reason="schemathesis is not installed")
-def test_random_bodies_of_the_document_never_fail_the_server() -> None:
+def test_random_bodies_of_the_document_never_fail_the_server(tmp_path: Path) -> None:
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,unsupported_method"
     with serving(replace(LIMITS, timeout_s=20, slow_s=20, max_connections=100)) as base:
         command = [str(SCHEMATHESIS), "run", f"{base}/openapi.json", "--checks", checks, "--max-examples", "100"]
-        ran = subprocess.run([*command, "--no-color"], capture_output=True, text=True, check=False, timeout=900)
+        ran = subprocess.run(
+            [*command, "--no-color"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=900
+        )
         assert ran.returncode == 0, ran.stdout[-5000:]
         assert json.loads(get(f"{base}/health")[2])["restarts"] == 0
 
