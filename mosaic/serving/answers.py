@@ -52,7 +52,7 @@ class Answers:
         """By answer, the last canvas that nobody has taken yet."""
         self._scores = [list[TokenScore]() for _ in self.texts]
         self.steps = self.cached_tokens = 0
-        self._began, self._first = time.perf_counter(), True
+        self._began, self._first_s = time.perf_counter(), 0.0
 
     @property
     def usage(self) -> Usage:
@@ -82,7 +82,7 @@ class Answers:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         reasons = [reason or "" for reason in self.reasons]
-        self._metrics.answered(time.perf_counter() - self._began, self.usage.tokens, reasons)
+        self._metrics.answered(time.perf_counter() - self._began, self._first_s, self.usage.tokens, reasons)
 
     async def _follow(self, place: int, heard: asyncio.Queue[Piece | MosaicError | None]) -> None:
         """Follow one prompt."""
@@ -107,9 +107,9 @@ class Answers:
             heard.put_nowait(error)
 
     def _push(self, index: int, fresh: Fresh, heard: asyncio.Queue[Any]) -> None:
-        if self._first and fresh.ids:
-            self._first = False
-            self._metrics.began(time.perf_counter() - self._began)
+        if not self._first_s and fresh.ids:
+            self._first_s = time.perf_counter() - self._began
+            self._metrics.began(self._first_s)
         text, shown = self.texts[index], ""
         if self._question.logprobs:
             for token, score in zip(fresh.ids, fresh.scores, strict=True):

@@ -123,7 +123,7 @@ class _Server:
         """Answer a completion, of a prompt or a chat."""
         question = await self._asked(request, request.url.path)
         self._check(question)
-        self.metrics.asked(sum(map(len, question.prompts)))
+        self.metrics.asked(map(len, question.prompts))
         reply, answers = (
             Reply(question, self.name, self.tokenizer),
             Answers(self.engine, self.metrics, self.tokenizer, question, self.limits.timeout_s),
@@ -364,9 +364,12 @@ def create_app(
                     server.admit(request)
                 return await answer(request)
             except _Ending as ending:
+                server.metrics.refused(ending.kind.removesuffix("_error"))
                 return ending.response()
             except MosaicError as error:
-                return _Ending.of(error).response()
+                found, fits = _Ending.of(error), not isinstance(error, TooLarge)
+                server.metrics.refused(found.kind.removesuffix("_error") if fits else "does_not_fit")
+                return found.response()
             except Exception:
                 _log.exception("a request has failed")
                 return _Ending(
