@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +32,7 @@ from mosaic.serving.app import create_app
 from mosaic.serving.connections import Server
 
 MODEL = load("small-sdar")
+SCHEMATHESIS = shutil.which("schemathesis", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 LIMITS = Limits(timeout_s=1.5, slow_s=0.5, max_connections=6)
 LONG: dict[str, Any] = {"prompt": "Tell a story.", "max_tokens": 4096, "ignore_eos": True, "skip_special_tokens": False}
 NAME = "small" + "-" * 4000 + "sdar"
@@ -69,7 +73,7 @@ def until(holds: Any, seconds: float) -> None:
 
 
 def get(url: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], str]:
-    sent = None if body is None else json.dumps(body).encode()
+    sent = None if body is None else (body if isinstance(body, str) else json.dumps(body)).encode()
     try:
         with urllib.request.urlopen(urllib.request.Request(url, sent, headers), timeout=60) as found:
             return found.status, _lower(found.headers), found.read().decode()
@@ -209,15 +213,134 @@ def test_the_mask_tokens_text_is_text_and_its_id_is_refused(base: str) -> None:
     assert (status, kind) == (400, "invalid_request_error") and f"mask token {mask} at position 1" in said
 
 
+@pytest.mark.parametrize(
+    ("more", "status"),
+    [
+        ('"ключ": 1', 200),
+        ('"a\\r\\nX-Evil: 1": 1', 200),
+        ('"\\ud800": 1', 200),
+        (", ".join(f'"{"k" * 50}{number}": 1' for number in range(2000)), 200),
+        ('"model": "\\ud800"', 404),
+        ('"stop": ["\\ud800"]', 200),
+        ('"algorithm": "\\ud800"', 400),
+        ('"seed": 1' + "0" * 40, 200),
+        ('"seed": -5', 200),
+        ('"temperature": NaN', 400),
+        ('"temperature": 1e308', 200),
+        ('"messages": ' + "[" * 900 + "]" * 900, 200),
+        ('"stop_token_ids": [1' + "0" * 40 + "]", 200),
+    ],
+    ids=[
+        "words",
+        "lines",
+        "surrogates",
+        "many",
+        "model",
+        "stop",
+        "name",
+        "seed",
+        "below",
+        "nan",
+        "hot",
+        "deep",
+        "token",
+    ],
+)
+def test_absurd_fields_are_answered_or_refused_by_name(base: str, more: str, status: int) -> None:
+    body = json.dumps(SHORT)[:-1] + f", {more}}}"
+    code, headers, found = get(f"{base}/v1/completions", body)
+    assert code == status, found
+    assert "x-evil" not in headers and len(headers.get("x-mosaic-ignored", "")) < 2000
+    if status != 200:
+        error_of((code, headers, found))
+
+
+def test_the_document_says_what_a_body_may_have(base: str) -> None:
+    document = json.loads(get(f"{base}/openapi.json")[2])
+    post = document["paths"]["/v1/completions"]["post"]
+    fields = post["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    assert {"200", "400", "401", "404", "408", "413", "429", "500", "503", "504"} <= post["responses"].keys()
+    for name, bad, good in (
+        ("threshold", 0, 1),
+        ("threshold", 1.1, 0.5),
+        ("max_tokens", 0, 1),
+        ("temperature", -0.1, 0),
+        ("n", 129, 1),
+    ):
+        schema = fields[name]["anyOf"][0]
+        assert not _within(schema, bad) and _within(schema, good)
+        assert asked(base, {**SHORT, name: bad})[0] == 400 and asked(base, {**SHORT, name: good})[0] == 200
+    assert "max_completion_tokens" in fields and "logit_bias" not in fields and "messages" not in fields
+    assert get(f"{base}/docs")[0] == 404, "its scripts come from elsewhere"
+    status, headers, _ = get(f"{base}/v1/completions")
+    assert (status, headers["allow"]) == (405, "POST")
+
+
+def _within(schema: dict[str, Any], value: float) -> bool:
+    low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+    return schema.get("exclusiveMinimum", -math.inf) < value <= high and value >= low
+
+
+def test_each_request_has_a_line_and_an_id_and_nothing_of_its_text(base: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "mosaic")
+    secret = {**SHORT, "prompt": "sesame sesame", "stop": ["sesame"]}
+    sent = [
+        ("one.1", secret),
+        ("two-2", {**secret, "stream": True}),
+        ("three:3", {**secret, "n": 0}),
+        ("bad id", secret),
+    ]
+    found = [get(f"{base}/v1/completions", body, **{"X-Request-Id": name}) for name, body in sent]
+    found += [get(f"{base}/sesame%0aopen"), get(f"{base}/health")]
+    ids = [headers["x-request-id"] for _, headers, _ in found]
+    assert ids[:3] == ["one.1", "two-2", "three:3"] and ids[3].startswith("req-") and len({*ids}) == 6
+    with connected(base) as leaving:
+        leaving.sendall(request({**LONG, "stream": True}))
+        assert leaving.recv(12) == b"HTTP/1.1 200"
+
+    def lines() -> list[dict[str, Any]]:
+        return [record.fields for record in caplog.records if hasattr(record, "fields")]
+
+    until(lambda: len(lines()) >= 6, 10)
+    told = {line["id"]: line for line in lines()}
+    assert len(lines()) == 6 and ids[5] not in told, "of health only what is wrong"
+    usage = json.loads(found[0][2])["usage"]
+    for name in ids[:2]:
+        line = told[name]
+        assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/completions", 200)
+        assert [line[key] for key in ("prompt_tokens", "tokens", "forwards")] == [
+            usage[key] for key in ("prompt_tokens", "completion_tokens", "forwards")
+        ]
+        assert 0 < line["first_token_s"] <= line["seconds"] < 5 and line["ended"] in ("stop", "length")
+    assert (told["three:3"]["status"], told["three:3"]["ended"]) == (400, "invalid_request_error")
+    assert told[ids[4]]["path"] == "/sesame\\nopen" and lines()[-1]["ended"] == "left"
+    assert "sesame sesame" not in caplog.text and "\nopen" not in caplog.text
+
+
 @pytest.mark.soak
-def test_an_exception_in_a_step_is_told_to_those_it_hit_and_service_goes_on() -> None:
+@pytest.mark.skipif(SCHEMATHESIS is None, reason="schemathesis is not installed")
+def test_random_bodies_of_the_document_never_fail_the_server(tmp_path: Path) -> None:
+    checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,unsupported_method"
+    with serving(replace(LIMITS, timeout_s=20, slow_s=20, max_connections=100)) as base:
+        command = [str(SCHEMATHESIS), "run", f"{base}/openapi.json", "--checks", checks, "--max-examples", "100"]
+        ran = subprocess.run(
+            [*command, "--no-color"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=900
+        )
+        assert ran.returncode == 0, ran.stdout[-5000:]
+        assert json.loads(get(f"{base}/health")[2])["restarts"] == 0
+
+
+@pytest.mark.soak
+def test_an_exception_in_a_step_is_told_to_those_it_hit_and_service_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     with serving(replace(LIMITS, timeout_s=60), base=failing(MODEL.architecture)) as base:
         fatal, before = {**LONG, "prompt": [5, FATAL, 5]}, json.loads(asked(base, SHORT)[2])["choices"]
         with ThreadPoolExecutor() as pool:
             streams = [pool.submit(asked, base, {**LONG, "max_tokens": 2048, "stream": True}) for _ in range(3)]
             until(lambda: not idle(base), 10)
             time.sleep(0.5)
-            assert error_of(asked(base, fatal))[:2] == (503, "engine_error")
+            found = get(f"{base}/v1/completions", fatal, **{"X-Request-Id": "fatal"})
+            assert error_of(found)[:2] == (503, "engine_error")
+            assert any("exit code 1" in line and "fatal" in line for line in caplog.messages)
             for text in (stream.result()[2] for stream in streams):
                 *_, last = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
                 assert last["error"]["type"] == "engine_error" and text.endswith("data: [DONE]\n\n")
@@ -231,7 +354,7 @@ def test_an_exception_in_a_step_is_told_to_those_it_hit_and_service_goes_on() ->
 def test_a_signal_lets_running_requests_end(drain_s: int) -> None:
     """Through the command: ten streams run, the signal comes, new callers are refused."""
     command = [sys.executable, "-c", "from mosaic.cli import main; main()", "serve", "small-sdar", "--port", "0"]
-    command += ["--threads", "1", "--drain-timeout", str(drain_s)]
+    command += ["--threads", "1", "--drain-timeout", str(drain_s), "--log-format", "json"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         said = ""
@@ -239,7 +362,7 @@ def test_a_signal_lets_running_requests_end(drain_s: int) -> None:
             line = server.stderr.readline()
             assert line, said
             said += line
-        base = re.findall(r"http://\S+", said)[0]
+        base = re.findall(r"http://[^\s\"]+", said)[0]
         engine = json.loads(get(f"{base}/health")[2])["engine_pid"]
         tokens = 400 if drain_s > 10 else 4096
         found: list[str] = []
@@ -256,8 +379,10 @@ def test_a_signal_lets_running_requests_end(drain_s: int) -> None:
         until(lambda: _refused(base), 10)
         for thread in threads:
             thread.join(60)
-        assert server.wait(30) == 0, server.stderr.read()
-        assert "Traceback" not in server.stderr.read()
+        assert server.wait(30) == 0
+        lines = [json.loads(line) for line in server.stderr]
+    assert sum(line.get("path") == "/v1/completions" and line["status"] == 200 for line in lines) >= 10
+    assert not any("exception" in line for line in lines)
     with pytest.raises(ProcessLookupError):
         os.kill(engine, 0)
     assert len(found) == 10 and all(text.endswith("data: [DONE]\n\n") for text in found)

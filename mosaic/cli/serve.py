@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import resource
 import socket
@@ -12,10 +13,10 @@ from typing import Annotated, Any, Final
 import typer
 
 from mosaic.cli import decoding_options as o
-from mosaic.cli.output import note
 from mosaic.cli.request import own_dtype, require_torch
 from mosaic.errors import UnknownName, UsageError
 
+_log = logging.getLogger(__name__)
 _OTHER_FILES: Final = 64
 """Open files that are no connections."""
 
@@ -42,6 +43,7 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests have after SIGTERM.")
     ] = 60.0,
+    log_format: Annotated[str, typer.Option(help="text or json: how lines of the log are written.")] = "text",
     strict: Annotated[bool, typer.Option("--strict", help="Refuse keys of a body that have no meaning.")] = False,
     policy: Annotated[
         list[str] | None,
@@ -65,8 +67,12 @@ def serve(
     from mosaic.serving.app import create_app
     from mosaic.serving.connections import Server
     from mosaic.serving.engine import EngineOptions
+    from mosaic.serving.logs import FORMATS, configure
     from mosaic.serving.supervisor import EngineFailed, Limits
 
+    if log_format not in FORMATS:
+        raise UnknownName("log format", log_format, FORMATS)
+    configure(log_format)
     described = load(model)
     known = sorted({name for names in (*NAMES.values(), *PLAIN.values()) for name in names} | set(BLOCK_CACHES))
     for name in policy or ():
@@ -75,7 +81,7 @@ def serve(
     base = with_options(GenerationConfig(), _object(override_generation_config))
     resolve(base, described.architecture)
     options = EngineOptions(
-        model=model, base=base, max_num_seqs=max_num_seqs, warm=warm,
+        model=model, base=base, max_num_seqs=max_num_seqs, warm=warm, log_format=log_format,
         compile={
             "device": device, "budget": budget, "host_budget": host_budget, "dtype": dtype or own_dtype(model, device),
             "threads": threads,
@@ -106,7 +112,7 @@ def serve(
                 await ending
                 raise
         else:
-            note(f"serving {name} on http://{host}:{listening.getsockname()[1]}")
+            _log.info("serving %s on http://%s:%d", name, host, listening.getsockname()[1])
         await ending
 
     with listening:
@@ -120,7 +126,9 @@ def _connections(wanted: int) -> int:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         if soft < needed:
-            note(f"{soft - _OTHER_FILES:,} connections at most: this process may open {soft:,} files; raise ulimit -n.")
+            _log.warning(
+                "%d connections at most: this process may open %d files; raise ulimit -n", soft - _OTHER_FILES, soft
+            )
     return wanted if soft == resource.RLIM_INFINITY else min(wanted, soft - _OTHER_FILES)
 
 

@@ -6,11 +6,12 @@ What an algorithm takes, what it is for and its own defaults stand in one table,
 from __future__ import annotations
 
 import math
+import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mosaic.errors import UnknownName, UsageError
 from mosaic.models.parts import KEPT, Commit
@@ -75,6 +76,40 @@ class NamedAlgorithm:
 
     def __str__(self) -> str:
         return self.name
+
+
+class Bound(NamedTuple):
+    """What a number may be: in words, as `int` or `float`, and in those of JSON Schema."""
+
+    words: str
+    kind: type
+    limits: Mapping[str, float]
+
+    def holds(self, value: float) -> bool:
+        """Whether a value is within it."""
+        return all(_WITHIN[name](value, limit) for name, limit in self.limits.items())
+
+
+_WITHIN: Final = {
+    "minimum": operator.ge,
+    "exclusiveMinimum": operator.gt,
+    "maximum": operator.le,
+    "exclusiveMaximum": operator.lt,
+}
+_COUNT, _SHARE = Bound("at least 1", int, {"minimum": 1}), {"exclusiveMinimum": 0, "maximum": 1}
+_NOT_BELOW_0 = Bound("at least 0", float, {"minimum": 0})
+BOUNDS: Final[Mapping[str, Bound]] = {
+    **dict.fromkeys(("gen_length", "steps", "block_length", "small_block_length", "minimal_topk"), _COUNT),
+    "top_k": Bound("at least 0 (0: off)", int, {"minimum": 0}),
+    "max_post_steps": Bound("at least 0", int, {"minimum": 0}),
+    "seed": Bound("an integer", int, {}),
+    **dict.fromkeys(("temperature", "alg_temp", "cfg_scale"), _NOT_BELOW_0),
+    **dict.fromkeys(("threshold", "top_p"), Bound("in (0, 1]", float, _SHARE)),
+    "edit_threshold": Bound("in [0, 1]", float, {"minimum": 0, "maximum": 1}),
+    "eps": Bound("in (0, 1)", float, {"exclusiveMinimum": 0, "exclusiveMaximum": 1}),
+    "factor": Bound("above 0", float, {"exclusiveMinimum": 0}),
+}
+"""Of numbers among the options, in the order in which they are checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,13 +215,8 @@ class GenerationConfig:
         for entry in fields(self):
             if getattr(self, entry.name) is None:
                 object.__setattr__(self, entry.name, entry.default)
-        for what, value, known in (
-            ("algorithm", self.algorithm, ALGORITHMS),
-            ("remasking", self.remasking, REMASKING),
-            ("alg", self.alg, ALGS),
-            ("block_cache", self.block_cache, BLOCK_CACHES),
-            ("block_commit", self.block_commit, BLOCK_COMMITS),
-        ):
+        for what, known in CHOICES.items():
+            value = getattr(self, what)
             own = what == "algorithm" and isinstance(value, NamedAlgorithm)
             if value is not None and not isinstance(value, str) and not own:
                 raise UsageError(f"{what}: expected a name, one of {', '.join(known)}, got {value!r}.")
@@ -197,30 +227,20 @@ class GenerationConfig:
         for name in KINDS:
             if getattr(self, name) is not None:
                 options_of(name, getattr(self, name))
-        for name in ("gen_length", "steps", "block_length", "small_block_length", "minimal_topk"):
-            self._check(name, lambda n: n >= 1, "at least 1", int)
-        self._check("top_k", lambda n: n >= 0, "at least 0 (0: off)", int)
-        self._check("max_post_steps", lambda n: n >= 0, "at least 0", int)
-        self._check("seed", lambda n: True, "an integer", int)
-        for name in ("temperature", "alg_temp", "cfg_scale"):
-            self._check(name, lambda x: x >= 0, "at least 0")
-        for name in ("threshold", "top_p"):
-            self._check(name, lambda x: 0 < x <= 1, "in (0, 1]")
-        self._check("edit_threshold", lambda x: 0 <= x <= 1, "in [0, 1]")
-        self._check("eps", lambda x: 0 < x < 1, "in (0, 1)")
-        self._check("factor", lambda x: x > 0, "above 0")
+        for name, bound in BOUNDS.items():
+            self._check(name, bound)
         if self.threshold is not None and self.factor is not None:
             raise UsageError(f"threshold {self.threshold} and factor {self.factor}: give one of the two.")
 
-    def _check(self, name: str, holds: Callable[[Any], bool], expected: str, kind: type = float) -> None:
+    def _check(self, name: str, bound: Bound) -> None:
         value = getattr(self, name)
         if value is None:
             return
-        number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-        if not number or (kind is float and not abs(value) <= sys.float_info.max):
-            raise UsageError(f"{name}: expected {'an integer' if kind is int else 'a number'}, got {value!r}.")
-        if not holds(value):
-            raise UsageError(f"{name} is {value}; it must be {expected}.")
+        number = isinstance(value, int if bound.kind is int else int | float) and not isinstance(value, bool)
+        if not number or (bound.kind is float and not abs(value) <= sys.float_info.max):
+            raise UsageError(f"{name}: expected {'an integer' if bound.kind is int else 'a number'}, got {value!r}.")
+        if not bound.holds(value):
+            raise UsageError(f"{name} is {value}; it must be {bound.words}.")
 
 
 ALGORITHMS: Final[Mapping[str, Traits]] = {
@@ -277,6 +297,16 @@ ALGORITHMS: Final[Mapping[str, Traits]] = {
         defaults={"threshold": 0.95},
     ),
 }
+
+
+CHOICES: Final[Mapping[str, Collection[str]]] = {
+    "algorithm": ALGORITHMS,
+    "remasking": REMASKING,
+    "alg": ALGS,
+    "block_cache": BLOCK_CACHES,
+    "block_commit": BLOCK_COMMITS,
+}
+"""The names that an option may have."""
 
 
 def own_algorithm(architecture: Architecture) -> str:

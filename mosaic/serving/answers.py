@@ -41,7 +41,13 @@ class Answers:
     """The answers to a question as they become final."""
 
     def __init__(
-        self, engine: Supervisor, metrics: Metrics, tokenizer: Tokenizer, question: Question, timeout_s: float
+        self,
+        engine: Supervisor,
+        metrics: Metrics,
+        tokenizer: Tokenizer,
+        question: Question,
+        timeout_s: float,
+        name: str,
     ) -> None:
         self._timeout_s = timeout_s
         self._engine, self._metrics, self._question = engine, metrics, question
@@ -52,7 +58,8 @@ class Answers:
         """By answer, the last canvas that nobody has taken yet."""
         self._scores = [list[TokenScore]() for _ in self.texts]
         self.steps = self.cached_tokens = 0
-        self._began, self._first_s = time.perf_counter(), 0.0
+        self.first_s: float | None = None
+        self._began, self._name = time.perf_counter(), name
 
     @property
     def usage(self) -> Usage:
@@ -82,7 +89,7 @@ class Answers:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         reasons = [reason or "" for reason in self.reasons]
-        self._metrics.answered(time.perf_counter() - self._began, self._first_s, self.usage.tokens, reasons)
+        self._metrics.answered(time.perf_counter() - self._began, self.first_s or 0.0, self.usage.tokens, reasons)
 
     async def _follow(self, place: int, heard: asyncio.Queue[Piece | MosaicError | None]) -> None:
         """Follow one prompt."""
@@ -90,7 +97,7 @@ class Answers:
         first = place * answers
         asked = self._engine.answer(
             question.prompts[place], question.config, answers=answers, draws=place * _NEXT_PROMPT, scores=question.logprobs,
-            frames=question.frames,
+            frames=question.frames, name=self._name,
         )  # fmt: skip
         try:
             async with aclosing(asked):
@@ -107,9 +114,9 @@ class Answers:
             heard.put_nowait(error)
 
     def _push(self, index: int, fresh: Fresh, heard: asyncio.Queue[Any]) -> None:
-        if not self._first_s and fresh.ids:
-            self._first_s = time.perf_counter() - self._began
-            self._metrics.began(self._first_s)
+        if self.first_s is None and fresh.ids:
+            self.first_s = time.perf_counter() - self._began
+            self._metrics.began(self.first_s)
         text, shown = self.texts[index], ""
         if self._question.logprobs:
             for token, score in zip(fresh.ids, fresh.scores, strict=True):

@@ -16,8 +16,10 @@ from mosaic.decoding.prompts import is_integer, token_ids
 from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.errors import MissingExtra, MosaicError, UsageError
 from mosaic.models import Model
+from mosaic.serving import openapi
 from mosaic.serving.answers import Answers, Piece, TooLong
 from mosaic.serving.engine import EngineOptions
+from mosaic.serving.logs import Logged, Note
 from mosaic.serving.metrics import Metrics
 from mosaic.serving.protocol import CHAT, Question, Reply, TokenScore, error_body, read
 from mosaic.serving.supervisor import Busy, EngineFailed, Limits, Supervisor, TooLarge
@@ -44,14 +46,17 @@ _log = logging.getLogger(__name__)
 
 _CHARACTERS: Final = 4
 """A text of so many times as many characters as the longest tokens have together is too long, whatever is normalised away."""
+_NAME, _NAMES = 64, 16
+"""Characters and number of the keys that a header names."""
 COMPLETIONS: Final = "/v1/completions"
 
 
 class _Ending(Exception):
-    """An answer to a request that is an error: its status, type and headers."""
+    """An answer to a request that is an error: its status, type and headers, and what counts it."""
 
     def __init__(self, status: int, message: str, kind: str, headers: dict[str, str] | None = None) -> None:
         self.status, self.message, self.kind, self.headers = status, message, kind, headers
+        self.reason = kind.removesuffix("_error")
         super().__init__(message)
 
     @classmethod
@@ -63,7 +68,10 @@ class _Ending(Exception):
             return cls(504, str(error), "timeout_error")
         if isinstance(error, EngineFailed):
             return cls(503, str(error), "engine_error", {"Retry-After": "1"})
-        return cls(400, str(error), "invalid_request_error")
+        found = cls(400, str(error), "invalid_request_error")
+        if isinstance(error, TooLarge):
+            found.reason = "does_not_fit"
+        return found
 
     def response(self) -> Response:
         """The response."""
@@ -123,14 +131,15 @@ class _Server:
         """Answer a completion, of a prompt or a chat."""
         question = await self._asked(request, request.url.path)
         self._check(question)
+        note: Note = request.state.note
+        note.prompt_tokens = sum(map(len, question.prompts))
         self.metrics.asked(map(len, question.prompts))
-        reply, answers = (
-            Reply(question, self.name, self.tokenizer),
-            Answers(self.engine, self.metrics, self.tokenizer, question, self.limits.timeout_s),
-        )
-        headers = {"X-Mosaic-Ignored": ", ".join(question.ignored)} if question.ignored else {}
+        reply = Reply(question, self.name, self.tokenizer)
+        answers = Answers(self.engine, self.metrics, self.tokenizer, question, self.limits.timeout_s, note.id)
+        note.answers = answers
+        headers = {"X-Mosaic-Ignored": _listed(question.ignored)} if question.ignored else {}
         if question.stream:
-            return await self._streamed(reply, answers, headers)
+            return await self._streamed(note, reply, answers, headers)
         texts, scores = await self._whole(request, answers)
         reasons = [reason or "" for reason in answers.reasons]
         return JSONResponse(reply.whole(texts, reasons, scores, answers.usage), headers=headers)
@@ -205,7 +214,7 @@ class _Server:
         collecting.result()
         return texts, scores
 
-    async def _streamed(self, reply: Reply, answers: Answers, headers: dict[str, str]) -> Response:
+    async def _streamed(self, note: Note, reply: Reply, answers: Answers, headers: dict[str, str]) -> Response:
         """A response that begins when there is something to send: what is refused before has its status."""
         pieces = answers.pieces()
         try:
@@ -231,6 +240,7 @@ class _Server:
                             yield _event(reply.piece(index, reason=reason))
                 except MosaicError as error:
                     ending = _Ending.of(error)
+                    note.error = ending.kind
                     yield _event(error_body(ending.message, ending.kind, ending.status))
             if reply.question.with_usage:
                 yield _event(reply.last(answers.usage))
@@ -349,34 +359,33 @@ def create_app(
         finally:
             await server.engine.close()
 
-    app = FastAPI(title="Mosaic", version=__version__, lifespan=lifespan)
+    app = FastAPI(title="Mosaic", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.engine = server.engine
+    app.add_middleware(Logged)
 
     @app.exception_handler(HTTPException)
     async def no_such_path(request: Request, error: HTTPException) -> Response:
         said = f"{request.method} {request.url.path}: {error.detail}."
-        return JSONResponse(error_body(said, "not_found_error", error.status_code), status_code=error.status_code)
+        return JSONResponse(error_body(said, "not_found_error", error.status_code), error.status_code, error.headers)
 
-    def route(path: str, method: str, answer: Callable[[Request], Awaitable[Response]]) -> None:
+    def route(path: str, method: str, answer: Callable[[Request], Awaitable[Response]], **more: Any) -> None:
         async def answered(request: Request) -> Response:
             try:
                 if answer not in (health, metrics):  # those who watch a server are not turned away
                     server.admit(request)
                 return await answer(request)
-            except _Ending as ending:
-                server.metrics.refused(ending.kind.removesuffix("_error"))
-                return ending.response()
+            except _Ending as error:
+                ending = error
             except MosaicError as error:
-                found, fits = _Ending.of(error), not isinstance(error, TooLarge)
-                server.metrics.refused(found.kind.removesuffix("_error") if fits else "does_not_fit")
-                return found.response()
+                ending = _Ending.of(error)
             except Exception:
-                _log.exception("a request has failed")
-                return _Ending(
-                    500, "the server has failed at this request; its log says how.", "server_error"
-                ).response()
+                _log.exception("request %s has failed", request.state.note.id)
+                ending = _Ending(500, "the server has failed at this request; its log says how.", "server_error")
+            server.metrics.refused(ending.reason)
+            request.state.note.error = ending.kind
+            return ending.response()
 
-        app.add_api_route(path, answered, methods=[method], name=path, response_model=None)
+        app.add_api_route(path, answered, methods=[method], name=path, response_model=None, **more)
 
     async def models(request: Request) -> Response:
         server.allow(request)
@@ -388,19 +397,31 @@ def create_app(
     async def metrics(request: Request) -> Response:
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    for path in (COMPLETIONS, CHAT):
-        route(path, "POST", server.complete)
-    for path, answer in (("/tokenize", server.tokenize), ("/detokenize", server.detokenize), ("/plan", server.plan)):
-        route(path, "POST", answer)
+    json_, of_any = ("application/json",), (401, 500, 503)
+    of_bodies = (400, 408, 413, 499, *of_any)
+    bodies = {path: openapi.completion_body(chat=path == CHAT) for path in (COMPLETIONS, CHAT)}
+    for path, body in bodies.items():
+        kinds = (*json_, "text/event-stream")
+        route(path, "POST", server.complete, **openapi.described(body, kinds, 404, 429, 504, *of_bodies))
+    text, ids = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
+    asked: dict[str, Any] = {
+        "/tokenize": (server.tokenize, openapi.object_of(prompt=text, messages={"type": "array"})),
+        "/detokenize": (server.detokenize, openapi.object_of(tokens=ids) | {"required": ["tokens"]}),
+        "/plan": (server.plan, {"anyOf": [*bodies.values()]}),
+    }
+    for path, (answer, body) in asked.items():
+        route(path, "POST", answer, **openapi.described(body, json_, 404, *of_bodies))
 
     async def page(request: Request) -> Response:
         return HTMLResponse(_PAGE.read_bytes(), headers={"Content-Security-Policy": _POLICY})
 
-    for path, answer in (
-        ("/", page), ("/status", server.status), ("/status/plan", server.drawn_plan), ("/v1/models", models), ("/health", health),
-        ("/metrics", metrics), ("/tokenizer_info", server.tokenizer_info),
-    ):  # fmt: skip
-        route(path, "GET", answer)
+    shown: dict[str, Any] = {
+        "/": (page, "text/html"), "/status": (server.status, *json_), "/status/plan": (server.drawn_plan, "text/html"),
+        "/v1/models": (models, *json_), "/health": (health, *json_), "/metrics": (metrics, "text/plain; version=0.0.4"),
+        "/tokenizer_info": (server.tokenizer_info, *json_),
+    }  # fmt: skip
+    for path, (answer, kind) in shown.items():
+        route(path, "GET", answer, **openapi.described(None, (kind,), *of_any))
     return app
 
 
@@ -410,6 +431,12 @@ def _length(body: Any) -> int:
         return len(body)
     parts = body.values() if isinstance(body, dict) else body if isinstance(body, list) else ()
     return sum(map(_length, parts))
+
+
+def _listed(keys: Sequence[str]) -> str:
+    """Names of anybody's choice as a header can have them: in ASCII, in one line, and not too many."""
+    shown = [ascii(key[:_NAME])[1:-1] for key in keys[:_NAMES]]
+    return ", ".join(shown if len(keys) <= _NAMES else [*shown, f"and {len(keys) - _NAMES:,} more"])
 
 
 async def _left(request: Request) -> None:

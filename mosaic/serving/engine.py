@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from mosaic.models import load
 from mosaic.models.parts import KV
 from mosaic.models.step import MAX_TOKENS
 from mosaic.runtime.compile import compile
+from mosaic.serving.logs import configure
 from mosaic.serving.messages import (
     Asked,
     Canvas,
@@ -86,6 +88,8 @@ class EngineOptions:
         Requests that are live at once, at most.
     warm
         Whether steps are planned, compiled and captured before the first request.
+    log_format
+        How the process writes its log, one of `logs.FORMATS`; None: as Python does.
     """
 
     model: str
@@ -93,6 +97,7 @@ class EngineOptions:
     base: GenerationConfig = field(default_factory=GenerationConfig)
     max_num_seqs: int = MOST_LIVE
     warm: bool = False
+    log_format: str | None = None
 
 
 class _Feed:
@@ -306,12 +311,17 @@ def run_engine(options: EngineOptions, connection: Connection) -> None:
     # A terminal or a service manager sends these to all; the server says when to end.
     for sent in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sent, signal.SIG_IGN)
+    if options.log_format is not None:
+        configure(options.log_format)
     try:
         _serve(options, connection)
     except MosaicError as error:
         connection.send(Failed(str(error)))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         _log.warning("the server is gone")
+    except Exception:
+        _log.exception("the engine has failed")
+        sys.exit(1)
 
 
 def _serve(options: EngineOptions, connection: Connection) -> None:

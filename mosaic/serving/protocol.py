@@ -21,7 +21,7 @@ from mosaic.models.architecture import Architecture
 from mosaic.models.policies.registry import POLICIES
 from mosaic.serving.messages import Frame
 
-__all__ = ["CHAT", "Question", "Reply", "TokenScore", "Usage", "error_body", "read"]
+__all__ = ["CHAT", "MOST_ANSWERS", "Question", "Reply", "TokenScore", "Usage", "error_body", "read"]
 
 CHAT: Final = batch.CHAT
 _OF_ANSWERS: Final = frozenset(
@@ -36,7 +36,7 @@ MARK: Final = "░"
 """An open position of a canvas."""
 _LEAST: Final = 1e-300
 _LEAST_LOGPROB: Final = -9999.0
-_MOST_ANSWERS: Final = 128
+MOST_ANSWERS: Final = 128
 _MOST_SEED: Final = 1 << 31
 
 
@@ -112,8 +112,8 @@ def read(
     if policies is not None:
         _check_policies(given, policies)
     params = batch.parameters(given, base)
-    if params.n > _MOST_ANSWERS:
-        raise UsageError(f"n: expected at most {_MOST_ANSWERS}, got {params.n}.")
+    if params.n > MOST_ANSWERS:
+        raise UsageError(f"n: expected at most {MOST_ANSWERS}, got {params.n}.")
     config = params.config(base, architecture)
     if params.seed is None:
         config = replace(config, seed=secrets.randbelow(_MOST_SEED))
@@ -318,5 +318,6 @@ class Reply:
 
 
 def error_body(message: str, kind: str, code: int) -> dict[str, Any]:
-    """An error in OpenAI's form."""
+    """An error in OpenAI's form; what its message quotes of a body may be no text that can be sent."""
+    message = message.encode("utf-8", "backslashreplace").decode()
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}

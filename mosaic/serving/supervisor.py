@@ -88,6 +88,7 @@ class _Running:
 
     asked: Asked
     heard: asyncio.Queue[Heard | MosaicError] = field(default_factory=asyncio.Queue)
+    name: str
     told: bool = False
     again: bool = False
 
@@ -180,9 +181,11 @@ class Supervisor:
 
     async def answer(
         self, prompt: Sequence[int], config: GenerationConfig, *, answers: int, draws: int, scores: bool = False,
-        frames: bool = False,
+        frames: bool = False, name: str = "",
     ) -> AsyncGenerator[Heard, None]:  # fmt: skip
-        """Yield what is new by answer, and the end; the arguments are those of `Asked`. Who stops listening cancels the request.
+        """Yield what is new by answer, and the end. Who stops listening cancels the request.
+
+        The arguments are those of `Asked`; the log calls the request `name`.
 
         Raises
         ------
@@ -200,7 +203,7 @@ class Supervisor:
             raise Busy(f"{self.waiting:,} requests wait, which is as many as may; ask again later.", self.retry_s)
         self._numbers += 1
         number = self._numbers
-        running = _Running(asked=Asked(
+        running = _Running(name=name, asked=Asked(
             number=number, prompt=prompt, config=config, answers=answers, draws=draws, scores=scores, frames=frames
         ))  # fmt: skip
         self._running[number] = running
@@ -305,8 +308,6 @@ class Supervisor:
         if self.state == "closed":
             return
         self._outbox.put(None)
-        if not self.failure:
-            _log.error("the engine's process has ended with exit code %s", code)
         for told in self._wondering.values():
             if not told.done():
                 told.set_exception(EngineFailed("the engine has failed; ask again."))
@@ -314,16 +315,23 @@ class Supervisor:
         if self._failures >= _MOST_FAILURES or (self._failures and not self.longest):
             self.state = "failed"
             self.failure = self.failure or f"the engine does not start: its process ended with exit code {code}."
-        again = []
+        again, hit = [], []
         for number, running in [*self._running.items()]:
             if self.state == "failed" or running.told or running.again:
                 del self._running[number]
+                hit.append(running.name)
                 running.heard.put_nowait(
                     EngineFailed("the engine has failed while it worked on this request; ask again.")
                 )
             else:
                 running.again = True
                 again.append(running.asked)
+        if hit or again or not self.failure:
+            repeated = [running.name for running in self._running.values()]
+            _log.error(
+                "the engine's process has ended with exit code %s; requests that failed: %s; asked again: %s",
+                code, ", ".join(hit) or "none", ", ".join(repeated) or "none",
+            )  # fmt: skip
         if self.state != "failed":
             self.restarts += 1
             self.waiting = len(again)
