@@ -32,6 +32,7 @@ from mosaic.models import load
 from mosaic.serving import EngineOptions, Limits
 from mosaic.serving.app import create_app
 from mosaic.serving.connections import Server
+from mosaic.serving.metrics import Metrics
 from mosaic.serving.text import AnswerText
 
 MODEL = load("small-sdar")
@@ -356,6 +357,13 @@ def _held(process: int) -> tuple[int, int, int]:
     """Open files, threads, and kilobytes of resident memory."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
     return len(os.listdir(f"/proc/{process}/fd")), int(status["Threads"]), int(status["VmRSS"].split()[0])
+
+
+def test_counters_are_shown_before_they_count() -> None:
+    """vLLM's bench reports no diffusion if it finds none before its load."""
+    shown = Metrics("a").text().decode()
+    for name in ("denoising_steps", "canvas_positions", "committed_tokens"):
+        assert f'vllm:diffusion_num_{name}_total{{model_name="a"}} 0.0\n' in shown
 
 
 def test_a_bench_counts_what_a_server_did(base: str, tmp_path: Path) -> None:

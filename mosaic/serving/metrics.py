@@ -30,7 +30,10 @@ class Metrics:
         labels = ("model_name",)
 
         def counter(name: str, text: str, *more: str) -> Counter:
-            return Counter(name, text, (*labels, *more), registry=self._registry)
+            made = Counter(name, text, (*labels, *more), registry=self._registry)
+            if not more:
+                made.labels(model)  # shown as 0 from the start, where vLLM's bench looks for it
+            return made
 
         def gauge(name: str, text: str, *more: str) -> Gauge:
             return Gauge(name, text, (*labels, *more), registry=self._registry)

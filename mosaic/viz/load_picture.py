@@ -41,6 +41,7 @@ def load_figure(found: Mapping[str, Any]) -> Figure:
         ],
         "between pieces": [1e3 * gap for index in done for gap in found["itls"][index]],
     }, "milliseconds")  # fmt: skip
+    panels[0, 1].set_xscale("symlog", linthresh=1.0)  # tokens come by blocks: the two are far apart
     _in_flight(panels[1, 0], [(found["start_times"][index], found["latencies"][index]) for index in done])
     _memory(panels[1, 1], found.get("memory"))
     failed = f", {found['failed']:,} failed" if found["failed"] else ""
