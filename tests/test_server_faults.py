@@ -129,7 +129,7 @@ def idle(base: str) -> bool:
 def test_who_does_not_read_is_cut_off_and_holds_nobody_up(base: str) -> None:
     expected = json.loads(asked(base, SHORT)[2])["choices"]
     with connected(base) as deaf:
-        deaf.sendall(request({**LONG, "stream": True}))
+        deaf.sendall(request({**LONG, "stream": True, "logprobs": 1}))  # some kilobytes a block
         assert deaf.recv(12) == b"HTTP/1.1 200"
         assert json.loads(asked(base, SHORT)[2])["choices"] == expected
         until(lambda: idle(base), 10)
