@@ -42,7 +42,7 @@ BUDGETS_S: Mapping[str, float] = {
     "test_sparse_keys_rows": 3, "test_sparse_keys_triton": 2, "test_states": 3, "test_step_config": 2, "test_stream": 2,
     "test_streams": 4, "test_struck_memory": 1, "test_token_importance": 2, "test_triton_compiles": 3,
     "test_triton_kernels": 4, "test_viz": 3, "test_viz_graph": 2, "test_vocabulary": 2, "test_warm": 5,
-    "test_weight_addresses": 2, "test_kernels_kept": 6, "test_bench_serve": 6,
+    "test_weight_addresses": 2, "test_kernels_kept": 6, "test_bench_serve": 6, "test_likelihood": 4,
 }  # fmt: skip
 """Seconds of files; every other one may take `USUAL_S`."""
 SLACK, COLD_S = 1.5, 12.0

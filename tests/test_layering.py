@@ -26,6 +26,7 @@ ALLOWED = {
     "decoding": {"registrar", "kernels", "runtime", "planner", "models", "decoding"},
     "jobs": {"runtime", "models", "decoding", "jobs", "devices", "files"},
     "bench": {"bench"},
+    "evaluation": {"runtime", "models", "decoding", "jobs", "evaluation"},
     "serving": {"runtime", "models", "decoding", "jobs", "viz", "serving"},
 }
 COMMON = {"errors", "units", "version"}

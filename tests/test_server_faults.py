@@ -35,6 +35,8 @@ MODEL = load("small-sdar")
 SCHEMATHESIS = shutil.which("schemathesis", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 LIMITS = Limits(timeout_s=1.5, slow_s=0.5, max_connections=6)
 LONG: dict[str, Any] = {"prompt": "Tell a story.", "max_tokens": 4096, "ignore_eos": True, "skip_special_tokens": False}
+NAME = "small" + "-" * 4000 + "sdar"
+"""Each piece of a stream has it: a few fill the buffers of a socket, however slow the machine is."""
 SHORT: dict[str, Any] = {"prompt": "Tell a story.", "max_tokens": 8, "temperature": 0}
 
 
@@ -42,7 +44,7 @@ SHORT: dict[str, Any] = {"prompt": "Tell a story.", "max_tokens": 8, "temperatur
 def serving(limits: Limits = LIMITS, **engine: Any) -> Iterator[str]:
     """A server whose sockets take few bytes, in a thread of its own; its engine is a process."""
     options = EngineOptions(model="small-sdar", compile={"dtype": "float32", "host_budget": 0, "threads": 1}, **engine)
-    server = Server(create_app(MODEL, "small-sdar", options, limits), limits)
+    server = Server(create_app(MODEL, NAME, options, limits), limits)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         thread = threading.Thread(target=server.run, args=([listening],))

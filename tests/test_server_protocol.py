@@ -229,6 +229,39 @@ def test_a_forecast_is_what_submitting_does() -> None:
     assert seen == {"now", "later", "never"}
 
 
+def test_metrics_count_tokens_prefixes_and_refusals(base: str) -> None:
+    def now() -> dict[str, float]:
+        lines = _get(f"{base}/metrics")[2].decode().splitlines()
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+    def one(name: str, more: str = "") -> str:
+        return f'vllm:{name}{{model_name="small-sdar"{more}}}'
+
+    before, prompt = now(), ids_of(QUESTION * 8)
+    used = [ask(base, "v1/completions", prompt=prompt, max_tokens=32, ignore_eos=True)["usage"] for _ in range(2)]
+    refusal(base, max_tokens=-1)
+    refusal(base, prompt=[5] * 9000)
+    assert _get(f"{base}/v1/nothing")[0] == 404 and _get(f"{base}/v1/completions", b'{"model": "b"}')[0] == 404
+    after = now()
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    cached = used[1]["prompt_tokens_details"]["cached_tokens"]
+    assert grown[one("prefix_cache_queries_total")] == grown[one("prompt_tokens_total")] == 2 * len(prompt)
+    assert grown[one("prefix_cache_hits_total")] == cached > 0
+    assert grown[one("request_generation_tokens_sum")] == grown[one("generation_tokens_total")] == 64
+    assert grown[one("diffusion_num_denoising_steps_total")] == sum(one["forwards"] for one in used)
+    reasons = {
+        reason: grown[one("admission_rejections_total", f',reason="{reason}"')]
+        for reason in ("does_not_fit", "not_found")
+    }
+    assert reasons == {"does_not_fit": 1, "not_found": 1}
+    assert 0 <= after[one("kv_cache_usage_perc")] <= 1
+    plan = {name: size for name, size in after.items() if name.startswith("mosaic:plan_bytes")}
+    assert (
+        plan
+        and sum(plan.values()) > after['mosaic:memory_bytes{kind="planned",model_name="small-sdar",pool="weights"}'] > 0
+    )
+
+
 def test_tokens_become_text_again(base: str) -> None:
     rng = random.Random(0)
     for _ in range(5):

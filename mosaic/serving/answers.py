@@ -89,7 +89,7 @@ class Answers:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         reasons = [reason or "" for reason in self.reasons]
-        self._metrics.answered(time.perf_counter() - self._began, self.usage.tokens, reasons)
+        self._metrics.answered(time.perf_counter() - self._began, self.first_s or 0.0, self.usage.tokens, reasons)
 
     async def _follow(self, place: int, heard: asyncio.Queue[Piece | MosaicError | None]) -> None:
         """Follow one prompt."""

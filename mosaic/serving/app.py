@@ -52,10 +52,11 @@ COMPLETIONS: Final = "/v1/completions"
 
 
 class _Ending(Exception):
-    """An answer to a request that is an error: its status, type and headers."""
+    """An answer to a request that is an error: its status, type and headers, and what counts it."""
 
     def __init__(self, status: int, message: str, kind: str, headers: dict[str, str] | None = None) -> None:
         self.status, self.message, self.kind, self.headers = status, message, kind, headers
+        self.reason = kind.removesuffix("_error")
         super().__init__(message)
 
     @classmethod
@@ -67,7 +68,10 @@ class _Ending(Exception):
             return cls(504, str(error), "timeout_error")
         if isinstance(error, EngineFailed):
             return cls(503, str(error), "engine_error", {"Retry-After": "1"})
-        return cls(400, str(error), "invalid_request_error")
+        found = cls(400, str(error), "invalid_request_error")
+        if isinstance(error, TooLarge):
+            found.reason = "does_not_fit"
+        return found
 
     def response(self) -> Response:
         """The response."""
@@ -129,7 +133,7 @@ class _Server:
         self._check(question)
         note: Note = request.state.note
         note.prompt_tokens = sum(map(len, question.prompts))
-        self.metrics.asked(note.prompt_tokens)
+        self.metrics.asked(map(len, question.prompts))
         reply = Reply(question, self.name, self.tokenizer)
         answers = Answers(self.engine, self.metrics, self.tokenizer, question, self.limits.timeout_s, note.id)
         note.answers = answers
@@ -379,6 +383,7 @@ def create_app(
             except Exception:
                 _log.exception("request %s has failed", request.state.note.id)
                 ending = _Ending(500, "the server has failed at this request; its log says how.", "server_error")
+            server.metrics.refused(ending.reason)
             request.state.note.error = ending.kind
             return ending.response()
 

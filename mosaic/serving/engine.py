@@ -24,6 +24,7 @@ from mosaic.decoding.stream import MOST_LIVE, Outcome, Stream
 from mosaic.errors import DoesNotFit, MosaicError
 from mosaic.jobs.sampling import submissions
 from mosaic.models import load
+from mosaic.models.parts import KV
 from mosaic.models.step import MAX_TOKENS
 from mosaic.runtime.compile import compile
 from mosaic.serving.logs import configure
@@ -152,6 +153,7 @@ class _Engine:
         self._most_live = options.max_num_seqs
         self._feeds = dict[int, list[_Feed]]()  # by prompt
         self._memory, self._looked_s = dict[str, tuple[int, int]](), -math.inf
+        self._components, self._keys_used = dict[str, int](), 0.0
         self._watched_s = self._drawn_s = -math.inf
         self._next: Asked | None = None  # waits for room
         self._last: Step | None = None
@@ -227,13 +229,17 @@ class _Engine:
         if now - self._looked_s >= _LOOKED_S:
             memory, self._looked_s = self._model.memory(), now
             self._memory = {name: (memory.planned[name], memory.committed[name]) for name in memory.planned}
+            if self._last is not None:
+                keys = self._last.plan.dims.get(KV.rows_dim, 0)
+                self._components = dict(self._last.plan.components)
+                self._keys_used = self._model.state_rows.get(KV.name, 0) / keys if keys else 0.0
         picture = None
         if now - self._watched_s < _WATCHED_S and (now - self._drawn_s >= _PICTURES_S or not self._session.live):
             self._drawn_s, picture = now, self._picture()
         waiting = len(self._waiting) + self._stream.holds
         return Stepped(
             fresh=fresh, seconds=seconds, waiting=waiting, running=len(self._session.live), memory=self._memory,
-            picture=picture,
+            components=self._components, keys_used=self._keys_used, picture=picture,
         )  # fmt: skip
 
     def _picture(self) -> Picture:
@@ -266,6 +272,7 @@ class _Engine:
         return Ended(
             number=outcome.number, finishes=[one.finish for one in outcome.generations], steps=steps,
             positions=sum(steps) * (resolve(config, self._model.architecture).block_length or 1),
+            prompt_tokens=max((one.prompt_ids.numel() for one in outcome.generations), default=0),
             cached_tokens=min((one.cached_tokens for one in outcome.generations), default=0),
         )  # fmt: skip
 

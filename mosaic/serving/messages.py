@@ -161,6 +161,8 @@ class Stepped:
         Prompts that are not admitted yet, and requests that are live.
     memory
         Bytes by pool, as planned and as committed.
+    components, keys_used
+        Bytes of the plan in force by component; of its rows of keys, the share in use.
     picture
         If somebody watches, now and then.
     """
@@ -170,18 +172,21 @@ class Stepped:
     waiting: int
     running: int
     memory: Mapping[str, tuple[int, int]]
+    components: Mapping[str, int]
+    keys_used: float
     picture: Picture | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """All answers to a prompt have ended: by place, how (`Generation.finish`) and after how many steps, of how many positions of
-    their blocks in all; and of how many of the prompt's first tokens others had computed the keys."""
+    their blocks in all; and of how many of the prompt's tokens others had computed the keys."""
 
     number: int
     finishes: Sequence[str] = ()
     steps: Sequence[int] = ()
     positions: int = 0
+    prompt_tokens: int = 0
     cached_tokens: int = 0
 
 

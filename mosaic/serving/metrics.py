@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from mosaic.errors import MissingExtra
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Metrics"]
 
+_TOKENS: Final = (1, 4, 16, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
@@ -33,8 +35,8 @@ class Metrics:
         def gauge(name: str, text: str, *more: str) -> Gauge:
             return Gauge(name, text, (*labels, *more), registry=self._registry)
 
-        def histogram(name: str, text: str) -> Histogram:
-            return Histogram(name, text, labels, registry=self._registry, buckets=_SECONDS)
+        def histogram(name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+            return Histogram(name, text, labels, registry=self._registry, buckets=buckets)
 
         self._running = gauge("vllm:num_requests_running", "Requests that are live.")
         self._waiting = gauge("vllm:num_requests_waiting", "Prompts that wait for admission.")
@@ -48,7 +50,20 @@ class Metrics:
         self._step_seconds = counter("mosaic:step_seconds", "Seconds in which the engine was in a step.")
         self._first = histogram("vllm:time_to_first_token_seconds", "From the request to its first final tokens.")
         self._whole = histogram("vllm:e2e_request_latency_seconds", "From the request to its end.")
+        self._tpot = histogram(
+            "vllm:request_time_per_output_token_seconds", "Of a request, behind its first final tokens."
+        )
+        self._lengths = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self._answers = histogram("vllm:request_generation_tokens", "Tokens of a request's answers.", _TOKENS)
+        self._looked_up = counter(
+            "vllm:prefix_cache_queries", "Tokens of prompts that were looked for among shared prefixes."
+        )
+        self._found = counter("vllm:prefix_cache_hits", "Of these, tokens whose keys were there.")
+        self._keys = gauge(
+            "vllm:kv_cache_usage_perc", "Rows of keys in use, of those that the plan in force has; 1 is all."
+        )
         self._memory = gauge("mosaic:memory_bytes", "Bytes by pool.", "pool", "kind")
+        self._plan = gauge("mosaic:plan_bytes", "Bytes of the plan in force, by component.", "component")
 
     def stepped(self, step: Stepped) -> None:
         """Note the state of the engine after a step."""
@@ -61,10 +76,17 @@ class Metrics:
         for pool, sizes in step.memory.items():
             for kind, size in zip(("planned", "committed"), sizes, strict=True):
                 self._memory.labels(self._model, pool, kind).set(size)
+        if step.components:
+            self._keys.labels(self._model).set(step.keys_used)
+            self._plan.clear()
+            for component, size in step.components.items():
+                self._plan.labels(self._model, component).set(size)
 
-    def asked(self, tokens: int) -> None:
-        """Note a prompt of so many tokens."""
-        self._prompt_tokens.labels(self._model).inc(tokens)
+    def asked(self, prompts: Iterable[int]) -> None:
+        """Note prompts of so many tokens each."""
+        for tokens in prompts:
+            self._prompt_tokens.labels(self._model).inc(tokens)
+            self._lengths.labels(self._model).observe(tokens)
 
     def began(self, seconds: float) -> None:
         """Note the first tokens of a request, so long after it came."""
@@ -72,12 +94,17 @@ class Metrics:
 
     def ended(self, ended: Ended) -> None:
         """Note that the engine is done with a prompt, whether anybody waits for its answers or not."""
+        self._looked_up.labels(self._model).inc(ended.prompt_tokens)
+        self._found.labels(self._model).inc(ended.cached_tokens)
         self._steps.labels(self._model).inc(sum(ended.steps))
         self._positions.labels(self._model).inc(ended.positions)
 
-    def answered(self, seconds: float, tokens: int, reasons: list[str]) -> None:
-        """Note the end of a request: tokens of its answers in all, and what ended each."""
+    def answered(self, seconds: float, first: float, tokens: int, reasons: list[str]) -> None:
+        """Note the end of a request, and when it had its first tokens; tokens of its answers in all, and what ended each."""
         self._whole.labels(self._model).observe(seconds)
+        self._answers.labels(self._model).observe(tokens)
+        if tokens > 1:
+            self._tpot.labels(self._model).observe((seconds - first) / (tokens - 1))
         self._tokens.labels(self._model).inc(tokens)
         for reason in reasons:
             self._ended.labels(self._model, reason).inc()

@@ -294,7 +294,6 @@ class Supervisor:
             if (running := self._running.pop(message.number, None)) is not None:
                 running.heard.put_nowait(message)
         elif (running := self._running.pop(message.number, None)) is not None:
-            self._metrics.refused("cannot be" if message.fits else "does not fit")
             running.heard.put_nowait(MosaicError(message.message) if message.fits else TooLarge(message.message))
 
     def _time(self, running: int) -> None:
