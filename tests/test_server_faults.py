@@ -131,7 +131,7 @@ def idle(base: str) -> bool:
 def test_who_does_not_read_is_cut_off_and_holds_nobody_up(base: str) -> None:
     expected = json.loads(asked(base, SHORT)[2])["choices"]
     with connected(base) as deaf:
-        deaf.sendall(request({**LONG, "stream": True}))
+        deaf.sendall(request({**LONG, "stream": True, "logprobs": 1}))  # some kilobytes a block
         assert deaf.recv(12) == b"HTTP/1.1 200"
         assert json.loads(asked(base, SHORT)[2])["choices"] == expected
         until(lambda: idle(base), 10)
@@ -176,11 +176,12 @@ def test_who_sends_too_slowly_is_cut_off(base: str, sent: bytes, trickle: bytes,
 def test_a_request_ends_when_its_time_is_over(base: str) -> None:
     began = time.monotonic()
     with ThreadPoolExecutor() as pool:
-        whole, (status, _, text) = pool.map(asked, [base, base], [LONG, {**LONG, "stream": True}])
+        whole, (status, headers, text) = pool.map(asked, [base, base], [LONG, {**LONG, "stream": True}])
     assert LIMITS.timeout_s <= time.monotonic() - began < 2 * LIMITS.timeout_s
     assert error_of(whole)[:2] == (504, "timeout_error") and "1.5 s" in whole[2]
     *begun, last = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     assert status == 200 and begun[0]["choices"][0]["text"] and last["error"]["code"] == 504
+    assert headers["x-accel-buffering"] == "no", "nginx would hold a stream back"
     assert text.endswith("data: [DONE]\n\n")
     until(lambda: idle(base), 10)
 
@@ -355,7 +356,8 @@ def test_a_signal_lets_running_requests_end(drain_s: int) -> None:
     """Through the command: ten streams run, the signal comes, new callers are refused."""
     command = [sys.executable, "-c", "from mosaic.cli import main; main()", "serve", "small-sdar", "--port", "0"]
     command += ["--threads", "1", "--drain-timeout", str(drain_s), "--log-format", "json"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+    key, environment = {"Authorization": "Bearer two"}, {**os.environ, "MOSAIC_API_KEY": "one two"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
         assert server.stderr is not None
         said = ""
         while "serving" not in said:
@@ -365,10 +367,12 @@ def test_a_signal_lets_running_requests_end(drain_s: int) -> None:
         base = re.findall(r"http://[^\s\"]+", said)[0]
         engine = json.loads(get(f"{base}/health")[2])["engine_pid"]
         tokens = 400 if drain_s > 10 else 4096
+        assert asked(base, SHORT)[0] == 401
         found: list[str] = []
 
         def ask() -> None:
-            found.append(asked(base, {**LONG, "max_tokens": tokens, "stream": True})[2])
+            body = {**LONG, "max_tokens": tokens, "stream": True}
+            found.append(get(f"{base}/v1/completions", body, **key)[2])
 
         threads = [threading.Thread(target=ask) for _ in range(10)]
         for thread in threads:
@@ -395,7 +399,7 @@ def test_a_signal_lets_running_requests_end(drain_s: int) -> None:
 
 def _refused(base: str) -> bool:
     try:
-        return asked(base, SHORT)[0] == 503
+        return asked(base, SHORT)[0] == 503  # 401 while it listens
     except urllib.error.URLError:
         return True
 

@@ -35,7 +35,9 @@ def serve(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that are live at once, at most.")] = 256,
     max_waiting: Annotated[int, typer.Option(min=1, help="Prompts that wait for admission, at most.")] = 1024,
     served_name: Annotated[str | None, typer.Option(help="The model's name in requests; its own if not given.")] = None,
-    api_key: Annotated[list[str] | None, typer.Option(help="Requests need one of these keys.")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="MOSAIC_API_KEY", help="Requests need one of these keys.")
+    ] = None,
     max_connections: Annotated[int, typer.Option(min=1, help="Open connections, at most.")] = 4096,
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds from a request to the end of its answer, at most.")

@@ -247,7 +247,9 @@ class _Server:
             yield "data: [DONE]\n\n"
 
         return StreamingResponse(
-            events(), media_type="text/event-stream", headers={**headers, "Cache-Control": "no-store"}
+            events(),
+            media_type="text/event-stream",
+            headers={**headers, "Cache-Control": "no-store", "X-Accel-Buffering": "no"},
         )
 
     async def tokenize(self, request: Request) -> Response:
