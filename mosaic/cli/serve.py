@@ -8,13 +8,17 @@ import logging
 import os
 import resource
 import socket
-from typing import Annotated, Any, Final
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from mosaic.cli import decoding_options as o
 from mosaic.cli.request import own_dtype, require_torch
 from mosaic.errors import UnknownName, UsageError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 _log = logging.getLogger(__name__)
 _OTHER_FILES: Final = 64
@@ -56,6 +60,9 @@ def serve(
     override_generation_config: Annotated[
         str, typer.Option(help="Options of requests that leave them out, as JSON: '{\"threshold\": 0.9}'.")
     ] = "{}",
+    replicas: Annotated[
+        int, typer.Option(min=1, help="Engines, each on a card of its own; above 1 they run on Ray Serve.")
+    ] = 1,
     warm: Annotated[
         bool, typer.Option("--warm", help="Plan, compile and capture steps before the first request.")
     ] = False,
@@ -93,9 +100,6 @@ def serve(
     limits = Limits(
         max_waiting=max_waiting, max_connections=_connections(max_connections), timeout_s=timeout, drain_s=drain_timeout
     )
-    app = create_app(
-        described, name, options, limits, keys=api_key or (), strict=strict, policies=policy or None
-    )  # fmt: skip
     try:  # before the model is loaded
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
@@ -103,7 +107,7 @@ def serve(
             f"cannot listen on {host}, port {port}: {os.strerror(error.errno or 0)}; give another --port or --host."
         ) from None
 
-    async def serving() -> None:
+    async def serving(app: FastAPI) -> None:
         server = Server(app, limits)
         ending = asyncio.create_task(server.serve(sockets=[listening]))
         try:
@@ -117,8 +121,16 @@ def serve(
             _log.info("serving %s on http://%s:%d", name, host, listening.getsockname()[1])
         await ending
 
-    with listening:
-        asyncio.run(serving())
+    with listening, ExitStack() as ending:
+        engine = None
+        if replicas > 1:
+            from mosaic.serving.replicas import start_replicas
+
+            engine = ending.enter_context(start_replicas(options, limits, replicas, int(device != "cpu")))
+        app = create_app(
+            described, name, options, limits, keys=api_key or (), strict=strict, policies=policy or None, engine=engine
+        )  # fmt: skip
+        asyncio.run(serving(app))
 
 
 def _connections(wanted: int) -> int:

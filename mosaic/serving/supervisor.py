@@ -129,6 +129,11 @@ class Supervisor:
         self._process: Any = None
 
     @property
+    def started(self) -> bool:
+        """Whether `start` was called."""
+        return self._process is not None
+
+    @property
     def pid(self) -> int | None:
         """The process of the engine."""
         return None if self._process is None else self._process.pid
