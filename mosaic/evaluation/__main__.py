@@ -1,6 +1,12 @@
 """lm-eval's own command, with the model `mosaic`."""
 
-from mosaic.evaluation.harness import main
+import sys
+
+from mosaic.errors import MissingExtra
 
 if __name__ == "__main__":
+    try:
+        from mosaic.evaluation.harness import main
+    except MissingExtra as error:
+        sys.exit(f"mosaic: {error}")
     main()
