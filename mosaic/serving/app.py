@@ -38,13 +38,13 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from mosaic.serving.messages import Stepped
-    from mosaic.serving.replicas import Replicas
+    from mosaic.serving.supervisor import Asks
 
 __all__ = ["create_app"]
 
 _PAGE: Final = Path(__file__).with_name("status.html")
 _POLICY: Final = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
-MakesEngine: TypeAlias = "Callable[[Callable[[Stepped], object], Metrics], Supervisor | Replicas]"
+MakesEngine: TypeAlias = "Callable[[Callable[[Stepped], object], Metrics], Asks]"
 _log = logging.getLogger(__name__)
 
 _CHARACTERS: Final = 4

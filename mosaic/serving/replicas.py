@@ -392,7 +392,7 @@ def start_replicas(options: EngineOptions, limits: Limits, replicas: int, gpus: 
             ray.shutdown()
         else:
             for place in range(replicas):
-                serve.delete(f"mosaic-{place}", _blocking=False)
+                serve.delete(f"mosaic-{place}")
 
 
 def build(args: dict[str, Any]) -> Application:
