@@ -9,6 +9,7 @@ import os
 import resource
 import socket
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -38,7 +39,9 @@ def serve(
     threads: o.Threads = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that are live at once, at most.")] = 256,
     max_waiting: Annotated[int, typer.Option(min=1, help="Prompts that wait for admission, at most.")] = 1024,
-    served_name: Annotated[str | None, typer.Option(help="The model's name in requests; its own if not given.")] = None,
+    served_name: Annotated[
+        str | None, typer.Option(help="The model's name in requests; a preset's, or its directory's, if not given.")
+    ] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="MOSAIC_API_KEY", help="Requests need one of these keys.")
     ] = None,
@@ -96,7 +99,7 @@ def serve(
             "threads": threads,
         },
     )  # fmt: skip
-    name = served_name or described.name
+    name = served_name or (described.name if Path(model).exists() else model)
     limits = Limits(
         max_waiting=max_waiting, max_connections=_connections(max_connections), timeout_s=timeout, drain_s=drain_timeout
     )

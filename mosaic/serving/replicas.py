@@ -8,6 +8,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from mosaic.decoding.config import GenerationConfig, with_options
@@ -435,7 +436,7 @@ def build(args: dict[str, Any]) -> Application:
         described, where = load(name), serve.get_replica_context().app_name
         handles = [serve.get_deployment_handle(f"engine-{place}", where) for place in range(replicas)]
         return create_app(
-            described, served or described.name, options, limits, keys=keys, strict=strict, policies=policies,
+            described, served or (described.name if Path(name).exists() else name), options, limits, keys=keys, strict=strict, policies=policies,
             engine=lambda stepped, metrics: Replicas(handles, limits, stepped, metrics),
         )  # fmt: skip
 
