@@ -434,9 +434,10 @@ def build(args: dict[str, Any]) -> Application:
 
     def asgi() -> Any:
         described, where = load(name), serve.get_replica_context().app_name
+        known = served or (described.name if Path(name).exists() else name)
         handles = [serve.get_deployment_handle(f"engine-{place}", where) for place in range(replicas)]
         return create_app(
-            described, served or (described.name if Path(name).exists() else name), options, limits, keys=keys, strict=strict, policies=policies,
+            described, known, options, limits, keys=keys, strict=strict, policies=policies,
             engine=lambda stepped, metrics: Replicas(handles, limits, stepped, metrics),
         )  # fmt: skip
 
