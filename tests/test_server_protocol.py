@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +27,7 @@ from mosaic.errors import DoesNotFit, UsageError
 from mosaic.jobs.names import NAMES, XARGS, own_names
 from mosaic.models import load
 from mosaic.serving.protocol import MARK
-from tests.test_server import COMPILE, MODEL, QUESTION, TOKENIZER, _client, _get, ids_of, serving
+from tests.test_server import COMPILE, MODEL, QUESTION, TOKENIZER, _client, _get, ids_of, serving, until
 
 DOCS = Path(__file__).parents[1] / "docs" / "serving.md"
 
@@ -304,3 +308,24 @@ def test_every_way_to_decide_tells_its_probabilities(options: dict[str, Any]) ->
     ]
     assert values == pytest.approx([math.log(value) for value in expected.confidence.tolist()], abs=1e-5)
     assert len([one for one in found if "diffusion_frame" in one]) > 3
+
+
+@pytest.mark.soak
+def test_a_server_answers_within_ten_seconds_of_its_start(tmp_path: Path) -> None:
+    """From the command, with no kernel kept, on a machine that does nothing else; twice."""
+    for turn in range(2):
+        environment = {**os.environ, "MOSAIC_KERNELS": str(tmp_path / str(turn))}
+        command = [sys.executable, "-m", "mosaic", "serve", "small", "--port", "0"]
+        began, log = time.monotonic(), tmp_path / f"log{turn}"
+        with log.open("w") as written:
+            process = subprocess.Popen(command, stderr=written, env=environment)
+        try:
+            until(lambda log=log: "serving small on" in log.read_text(), 60)  # type: ignore[misc]
+            found = re.search(r"http://\S+", log.read_text())
+            assert found is not None
+            assert ask(found[0], "v1/completions", prompt="Tom had", max_tokens=16)["choices"][0]["finish_reason"]
+            took = time.monotonic() - began
+        finally:
+            process.terminate()
+            assert process.wait(60) == 0
+        assert took < 10

@@ -8,13 +8,18 @@ import logging
 import os
 import resource
 import socket
-from typing import Annotated, Any, Final
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from mosaic.cli import decoding_options as o
 from mosaic.cli.request import own_dtype, require_torch
 from mosaic.errors import UnknownName, UsageError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 _log = logging.getLogger(__name__)
 _OTHER_FILES: Final = 64
@@ -34,7 +39,9 @@ def serve(
     threads: o.Threads = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that are live at once, at most.")] = 256,
     max_waiting: Annotated[int, typer.Option(min=1, help="Prompts that wait for admission, at most.")] = 1024,
-    served_name: Annotated[str | None, typer.Option(help="The model's name in requests; its own if not given.")] = None,
+    served_name: Annotated[
+        str | None, typer.Option(help="The model's name in requests; a preset's, or its directory's, if not given.")
+    ] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="MOSAIC_API_KEY", help="Requests need one of these keys.")
     ] = None,
@@ -56,6 +63,9 @@ def serve(
     override_generation_config: Annotated[
         str, typer.Option(help="Options of requests that leave them out, as JSON: '{\"threshold\": 0.9}'.")
     ] = "{}",
+    replicas: Annotated[
+        int, typer.Option(min=1, help="Engines, each on a card of its own; above 1 they run on Ray Serve.")
+    ] = 1,
     warm: Annotated[
         bool, typer.Option("--warm", help="Plan, compile and capture steps before the first request.")
     ] = False,
@@ -89,13 +99,10 @@ def serve(
             "threads": threads,
         },
     )  # fmt: skip
-    name = served_name or described.name
+    name = served_name or (described.name if Path(model).exists() else model)
     limits = Limits(
         max_waiting=max_waiting, max_connections=_connections(max_connections), timeout_s=timeout, drain_s=drain_timeout
     )
-    app = create_app(
-        described, name, options, limits, keys=api_key or (), strict=strict, policies=policy or None
-    )  # fmt: skip
     try:  # before the model is loaded
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
@@ -103,7 +110,7 @@ def serve(
             f"cannot listen on {host}, port {port}: {os.strerror(error.errno or 0)}; give another --port or --host."
         ) from None
 
-    async def serving() -> None:
+    async def serving(app: FastAPI) -> None:
         server = Server(app, limits)
         ending = asyncio.create_task(server.serve(sockets=[listening]))
         try:
@@ -117,8 +124,16 @@ def serve(
             _log.info("serving %s on http://%s:%d", name, host, listening.getsockname()[1])
         await ending
 
-    with listening:
-        asyncio.run(serving())
+    with listening, ExitStack() as ending:
+        engine = None
+        if replicas > 1:
+            from mosaic.serving.replicas import start_replicas
+
+            engine = ending.enter_context(start_replicas(options, limits, replicas, int(device != "cpu")))
+        app = create_app(
+            described, name, options, limits, keys=api_key or (), strict=strict, policies=policy or None, engine=engine
+        )  # fmt: skip
+        asyncio.run(serving(app))
 
 
 def _connections(wanted: int) -> int:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mosaic.decoding.tokenizer import Tokenizer
     from mosaic.serving.metrics import Metrics
     from mosaic.serving.protocol import Question
-    from mosaic.serving.supervisor import Supervisor
+    from mosaic.serving.supervisor import Asks
 
 __all__ = ["Answers", "Piece", "TooLong"]
 
@@ -42,7 +42,7 @@ class Answers:
 
     def __init__(
         self,
-        engine: Supervisor,
+        engine: Asks,
         metrics: Metrics,
         tokenizer: Tokenizer,
         question: Question,

@@ -9,8 +9,9 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from mosaic.decoding.prompts import is_integer, token_ids
 from mosaic.decoding.tokenizer import Tokenizer
@@ -37,11 +38,13 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from mosaic.serving.messages import Stepped
+    from mosaic.serving.supervisor import Asks
 
 __all__ = ["create_app"]
 
 _PAGE: Final = Path(__file__).with_name("status.html")
 _POLICY: Final = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+MakesEngine: TypeAlias = "Callable[[Callable[[Stepped], object], Metrics], Asks]"
 _log = logging.getLogger(__name__)
 
 _CHARACTERS: Final = 4
@@ -84,13 +87,13 @@ class _Server:
 
     def __init__(
         self, model: Model, name: str, options: EngineOptions, limits: Limits, *, keys: Sequence[str], strict: bool,
-        policies: Collection[str] | None,
+        policies: Collection[str] | None, engine: MakesEngine | None,
     ) -> None:  # fmt: skip
         self.model, self.name, self.base, self.limits = model, name, options.base, limits
         self.strict, self.policies = strict, policies
         self.tokenizer = Tokenizer(_path(model), mask=model.architecture.mask_token_id)
         self.metrics, self.watch = Metrics(name), Watch(self.tokenizer)
-        self.engine = Supervisor(options, limits, self._stepped, self.metrics)
+        self.engine = (engine or partial(Supervisor, options, limits))(self._stepped, self.metrics)
         self._keys = [key.encode() for key in keys]
         self._began = int(time.time())
 
@@ -328,7 +331,7 @@ class _Server:
 
 def create_app(
     model: Model, name: str, options: EngineOptions, limits: Limits | None = None, *, keys: Sequence[str] = (),
-    strict: bool = False, policies: Collection[str] | None = None,
+    strict: bool = False, policies: Collection[str] | None = None, engine: MakesEngine | None = None,
 ) -> FastAPI:  # fmt: skip
     """Return the application; its lifespan starts the engine, unless `state.engine` was started before, and ends it.
 
@@ -344,17 +347,21 @@ def create_app(
         Whether a key of a body that has no meaning is refused, rather than named in the header `X-Mosaic-Ignored`.
     policies
         The presets of caches, sparse attention and eviction that a request may ask for; None: all that the model has.
+    engine
+        Makes what is asked, of who is told of each step, and the metrics; a supervisor of `options`, if not given.
 
     Raises
     ------
     UsageError
         If the model has no tokenizer.
     """
-    server = _Server(model, name, options, limits or Limits(), keys=keys, strict=strict, policies=policies)
+    server = _Server(
+        model, name, options, limits or Limits(), keys=keys, strict=strict, policies=policies, engine=engine
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        if server.engine.pid is None:
+        if not server.engine.started:
             server.engine.start()
         try:
             yield

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from mosaic.decoding.config import GenerationConfig
 from mosaic.decoding.forecast import Forecast
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mosaic.serving.messages import Fresh, ToEngine, ToServer
     from mosaic.serving.metrics import Metrics
 
-__all__ = ["Busy", "EngineFailed", "Limits", "Supervisor", "TooLarge"]
+__all__ = ["Asks", "Busy", "EngineFailed", "Limits", "Supervisor", "TooLarge"]
 
 Heard: TypeAlias = "Mapping[int, Fresh] | Ended"
 """What a prompt's caller hears: what is new by answer, then the end."""
@@ -93,6 +93,39 @@ class _Running:
     again: bool = False
 
 
+class Asks(Protocol):
+    """What answers requests: a supervisor, or replicas of it. Attributes and methods are those of `Supervisor`."""
+
+    @property
+    def started(self) -> bool: ...
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def failure(self) -> str: ...
+    @property
+    def longest(self) -> int: ...
+    @property
+    def restarts(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def step_s(self) -> float: ...
+
+    def start(self) -> None: ...
+    def end(self) -> None: ...
+    def watch(self) -> None: ...
+    async def ready(self) -> None: ...
+    async def close(self) -> None: ...
+    async def forecast(self, prompt: Sequence[int], config: GenerationConfig) -> Forecast: ...
+    async def plan(self) -> Mapping[str, Any]: ...
+    def answer(
+        self, prompt: Sequence[int], config: GenerationConfig, *, answers: int, draws: int, scores: bool = False,
+        frames: bool = False, name: str = "",
+    ) -> AsyncGenerator[Heard, None]: ...  # fmt: skip
+
+
 class Supervisor:
     """Starts an engine, asks it, and starts it again if it ends.
 
@@ -127,6 +160,11 @@ class Supervisor:
         self._rate = _Rate()
         self._changed = asyncio.Event()
         self._process: Any = None
+
+    @property
+    def started(self) -> bool:
+        """Whether `start` was called."""
+        return self._process is not None
 
     @property
     def pid(self) -> int | None:
