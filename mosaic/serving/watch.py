@@ -45,6 +45,7 @@ class Watch:
         self._samples = deque[_Sample](maxlen=_KEPT)
         self._began_s = time.monotonic()
         self._counted = 0
+        self._last: Stepped | None = None
         self._picture: Picture | None = None
         self._canvases: list[dict[str, Any]] = []
         self.steps = self.tokens = 0
@@ -53,35 +54,38 @@ class Watch:
         """Note a step."""
         now = time.monotonic()
         tokens = sum(len(fresh.ids) for answers in step.fresh.values() for fresh in answers.values())
-        self.steps += step.seconds > 0 and step.running > 0
+        self.steps += step.running > 0 or bool(step.fresh)
         self.tokens += tokens
         self._counted += tokens
         if step.picture is not None:
             self._picture = step.picture
             self._canvases = [self._drawn(canvas) for canvas in step.picture.canvases]
-        if (spent := now - self._began_s) >= _EVERY_S or not step.running:
-            idle = self._samples and spent > 2 * _EVERY_S and not self._samples[-1].running
-            if idle:
-                self._samples.append(self._samples[-1]._replace(at_s=now - _EVERY_S, tokens_s=0.0))
-            seconds = _EVERY_S if idle else max(spent, 1e-3)
+        idle = self._last is None or not self._last.running
+        self._last = step
+        if (spent := now - self._began_s) >= _EVERY_S:
+            if idle and self._samples:  # nothing ran since
+                last = self._samples[-1]
+                self._samples.append(last._replace(at_s=now - _EVERY_S, running=0, waiting=0, tokens_s=0.0))
+            seconds = _EVERY_S if idle else spent
             self._samples.append(_Sample(now, step.running, step.waiting, self._counted / seconds, step.memory))
             self._began_s, self._counted = now, 0
 
     def status(self) -> dict[str, Any]:
         """Return all of it as JSON: times in seconds before now."""
-        now, picture, last = time.monotonic(), self._picture, self._samples[-1] if self._samples else None
-        running = last.running if last else 0
+        now, picture, last = time.monotonic(), self._picture, self._last
+        running, waiting = (last.running, last.waiting) if last is not None else (0, 0)
         outlook = picture.outlook if picture is not None and running else None
+        rate = self._samples[-1].tokens_s if self._samples and running else 0.0
+        samples = [*self._samples, _Sample(now, running, waiting, rate, last.memory)] if last is not None else []
         return {
-            "steps": self.steps, "tokens": self.tokens, "running": running, "waiting": last.waiting if last else 0,
-            "tokens_s": last.tokens_s if last and running else 0.0,
+            "steps": self.steps, "tokens": self.tokens, "running": running, "waiting": waiting, "tokens_s": rate,
             "memory": {pool: {"planned": sizes[0], "committed": sizes[1]} for pool, sizes in last.memory.items()} if last else {},
             "history": [
                 {
                     "ago_s": round(now - one.at_s, 2), "running": one.running, "waiting": one.waiting,
                     "tokens_s": round(one.tokens_s, 1), "memory": {pool: sizes[1] for pool, sizes in one.memory.items()},
                 }
-                for one in self._samples
+                for one in samples
             ],
             "rows": dict(picture.rows) if picture is not None else {}, "plan": picture.plan if picture is not None else None,
             "canvases": self._canvases if running else [],
