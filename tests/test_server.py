@@ -210,9 +210,9 @@ def test_bad_requests_get_one_clear_line(base: str, path: str, body: bytes, stat
 
 
 def test_what_has_no_meaning_is_named_or_refused(base: str) -> None:
-    body = json.dumps({"prompt": "a", "max_tokens": 4, "best_of": 1, "user": "me"}).encode()
+    body = json.dumps({"prompt": "a", "max_tokens": 4, "ranking": 1, "user": "me"}).encode()
     code, headers, _ = _get(f"{base}/v1/completions", body)
-    assert (code, headers["x-mosaic-ignored"]) == (200, "best_of")
+    assert (code, headers["x-mosaic-ignored"]) == (200, "ranking")
 
 
 def test_who_leaves_is_cancelled_and_others_get_their_answers(base: str, alone: Any) -> None:

@@ -323,7 +323,7 @@ def test_each_request_has_a_line_and_an_id_and_nothing_of_its_text(base: str, ca
         ]
         assert 0 < line["first_token_s"] <= line["seconds"] < 5 and line["ended"] in ("stop", "length")
     assert (told["three:3"]["status"], told["three:3"]["ended"]) == (400, "invalid_request_error")
-    assert told[ids[4]]["path"] == "/sesame\\nopen"
+    assert told[ids[4]]["path"] == "/sesame%0Aopen"
     assert "sesame sesame" not in caplog.text and "\nopen" not in caplog.text
 
 

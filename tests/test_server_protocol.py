@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -10,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.jobs.names import NAMES, XARGS, own_names
 from mosaic.models import load
+from mosaic.serving import EngineOptions
+from mosaic.serving.app import create_app
+from mosaic.serving.messages import Ended, Frame, Fresh
 from mosaic.serving.protocol import MARK
 from tests.test_server import COMPILE, MODEL, QUESTION, TOKENIZER, _client, _get, ids_of, serving, until
 
@@ -138,12 +142,16 @@ def test_what_a_stop_cuts_has_no_logprobs_behind_it(base: str) -> None:
         assert text == whole["text"][: whole["text"].index(stop)] and choices[-1]["finish_reason"] == "stop"
         assert tokens == whole["logprobs"]["tokens"][: len(tokens)] and len(tokens) < 64
         assert stop in "".join(tokens) and stop not in "".join(tokens[:-1])
+        if not stream:
+            assert 0 < found["usage"]["forwards"] <= 64
 
 
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"logprobs": 2}, "1 at most"), ({"logprobs": 1, "temperature": 0.5}, "temperature 0"), ({"logprobs": "a"}, "number"),
+        ({"logprobs": 2}, "1 at most"), ({"prompt": ["a"] * 1025}, "at most 1,024 prompts"),
+        ({"response_format": {"type": "json_object"}}, "no decoding algorithm"), ({"tools": [{}]}, "no tools"),
+        ({"logprobs": 1, "temperature": 0.5}, "temperature 0"), ({"logprobs": "a"}, "number"),
         ({"diffusion_frames": True}, "stream"), ({"stream_mode": "all"}, "denoise"), ({"max_nfe": 3}, "give 'steps'"),
         ({"stream": "yes"}, "true or false"), ({"vllm_xargs": {"diffusion_pinned": 1}}, "diffusion_pinned"),
         ({"block_size": 4, "block_length": 8}, "same option"), ({"attention": "mage+flashblock"}, "'flashblock'"),
@@ -152,6 +160,67 @@ def test_what_a_stop_cuts_has_no_logprobs_behind_it(base: str) -> None:
 )  # fmt: skip
 def test_what_cannot_be_answered_is_refused_by_name(base: str, body: dict[str, Any], says: str) -> None:
     assert says in refusal(base, **body)
+
+
+class Hasty:
+    """An engine that has told all before anybody reads."""
+
+    state, failure, longest, restarts, waiting, step_s, pid, started = "ready", "", 0, 0, 0, 0.0, None, True
+
+    async def answer(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        ids = TOKENIZER.encode("one two three four")
+        for at, token in enumerate(ids):
+            yield {0: Fresh([token], frame=Frame(at + 1, 0, 9, []), steps=at + 1)}
+        yield Ended(number=1, finishes=["length"], steps=[len(ids)])
+
+    async def close(self) -> None:
+        """Nothing."""
+
+
+def test_an_answer_ends_once_behind_all_of_its_text() -> None:
+    async def ask_it() -> list[Any]:
+        hasty: Any = Hasty()
+        app = create_app(MODEL, "m", EngineOptions(model="small-sdar"), engine=lambda *_: hasty)
+        body = json.dumps({"prompt": "a", "stream": True, "diffusion_frames": True}).encode()
+        waiting, sent = [{"type": "http.request", "body": body, "more_body": False}], b""
+
+        async def receive() -> Any:
+            return waiting.pop() if waiting else await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            nonlocal sent
+            sent += message.get("body", b"")
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
+            "headers": [],
+            "http_version": "1.1",
+        }
+        await app(scope, receive, send)
+        lines = sent.decode().splitlines()
+        return [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+
+    found = asyncio.run(ask_it())
+    assert [one["finish_reason"] for one in found if one["finish_reason"]] == ["length"] == [found[-1]["finish_reason"]]
+    assert "".join(one["text"] for one in found) == TOKENIZER.decode(TOKENIZER.encode("one two three four"))
+
+
+def test_a_conversation_may_have_nothing_as_a_content(base: str) -> None:
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "b"},
+    ]
+    same = [one | {"content": one["content"] or ""} for one in messages]
+    found = [ask(base, "v1/chat/completions", messages=each, max_tokens=8)["choices"] for each in (messages, same)]
+    assert found[0] == found[1]
+    code, _, said = _get(
+        f"{base}/v1/chat/completions", json.dumps({"messages": [messages[1] | {"tool_calls": [{}]}]}).encode()
+    )
+    assert code == 400 and b"tool_calls" in said
 
 
 def test_canvases_fill_in_behind_text_that_is_the_same_without(base: str) -> None:

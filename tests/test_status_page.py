@@ -91,6 +91,9 @@ def test_a_status_shows_canvases_that_become_the_answers(base: str) -> None:
     assert found["history"][-1]["running"] == 0 and max(one["tokens_s"] for one in found["history"]) > 0
     code, _, page = _get(f"{base}/status/plan", Authorization="Bearer k")
     assert code == 200 and b"small-sdar" in page and b"<script" in page
+    more = {"prompt": ids_of(QUESTION), "max_tokens": 2, "n": 8, "temperature": 1.0}  # more answers than places
+    code, _, whole_body = _get(f"{base}/v1/completions", json.dumps(more).encode(), Authorization="Bearer k")
+    assert code == 200 and len(json.loads(whole_body)["choices"]) == 8
 
 
 @asynccontextmanager

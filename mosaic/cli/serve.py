@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import resource
 import socket
@@ -82,6 +83,10 @@ def serve(
     from mosaic.serving.logs import FORMATS, configure
     from mosaic.serving.supervisor import EngineFailed, Limits
 
+    if any(not key.strip() or not key.isascii() for key in api_key or ()) or os.environ.get("MOSAIC_API_KEY") == "":
+        raise UsageError("--api-key: a key has to have ASCII characters; unset MOSAIC_API_KEY to ask nobody for one.")
+    if not (math.isfinite(timeout) and math.isfinite(drain_timeout)):
+        raise UsageError("--timeout, --drain-timeout: expected seconds.")
     if log_format not in FORMATS:
         raise UnknownName("log format", log_format, FORMATS)
     configure(log_format)
@@ -106,9 +111,8 @@ def serve(
     try:  # before the model is loaded
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        raise UsageError(
-            f"cannot listen on {host}, port {port}: {os.strerror(error.errno or 0)}; give another --port or --host."
-        ) from None
+        said = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror
+        raise UsageError(f"cannot listen on {host}, port {port}: {said}; give another --port or --host.") from None
 
     async def serving(app: FastAPI) -> None:
         server = Server(app, limits)

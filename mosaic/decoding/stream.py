@@ -119,12 +119,13 @@ class Stream:
         """Whether an entry waits for room."""
         return self._held is not None
 
-    def put(self, number: int, submissions: Sequence[Submission]) -> None:
-        """Add an entry, if the stream wants one."""
+    def put(self, number: int, submissions: Sequence[Submission]) -> Sequence[LiveRequest]:
+        """Add an entry, if the stream wants one; return its requests, which become more as they are admitted."""
         entry = _Entry(number, deque(submissions))
         self._entries[entry] = None
         self._held, self._ended = entry, self._ended or entry.ended
         self._submit()
+        return entry.requests
 
     def advance(self, *, ordered: bool = True) -> list[Outcome]:
         """Run a step, and return the outcomes that are due: in the order of the entries, or of all that have ended."""

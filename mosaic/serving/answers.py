@@ -30,11 +30,12 @@ class TooLong(MosaicError):
 
 
 class Piece(NamedTuple):
-    """Further text of an answer, and what its tokens were committed by, if asked for."""
+    """Further text of an answer, and what its tokens were committed by, if asked for; the last piece says why it ends."""
 
     answer: int
     text: str
     scores: Sequence[TokenScore] = ()
+    reason: str | None = None
 
 
 class Answers:
@@ -57,18 +58,18 @@ class Answers:
         self.frames = dict[int, Frame]()
         """By answer, the last canvas that nobody has taken yet."""
         self._scores = [list[TokenScore]() for _ in self.texts]
-        self.steps = self.cached_tokens = 0
+        self._steps = [0] * len(self.texts)
+        self._cached = [0] * len(question.prompts)
         self.first_s: float | None = None
         self._began, self._name = time.perf_counter(), name
 
     @property
     def usage(self) -> Usage:
         """What they have taken."""
-        return Usage(sum(text.tokens for text in self.texts), self.cached_tokens, self.steps)
+        return Usage(sum(text.tokens for text in self.texts), sum(self._cached), sum(self._steps))
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Yield further text of an answer, or none where there is a new canvas; one that has ended gets its reason before its last
-        text."""
+        """Yield further text of an answer, or none where there is a new canvas."""
         heard: asyncio.Queue[Piece | MosaicError | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._follow(place, heard)) for place in range(len(self._question.prompts))]
         over = TooLong(f"the answer has not ended within {self._timeout_s:g} s, the limit here; ask for fewer tokens.")
@@ -103,9 +104,10 @@ class Answers:
             async with aclosing(asked):
                 async for found in asked:
                     if isinstance(found, Ended):
-                        self._end(first, found, heard)
+                        self._end(place, found, heard)
                         break
                     for at, fresh in found.items():
+                        self._cached[place] = fresh.cached_tokens
                         self._push(first + at, fresh, heard)
                     if None not in self.reasons[first : first + answers]:  # all have met a stop
                         break
@@ -117,6 +119,8 @@ class Answers:
         if self.first_s is None and fresh.ids:
             self.first_s = time.perf_counter() - self._began
             self._metrics.began(self.first_s)
+        if self.reasons[index] is None:
+            self._steps[index] = fresh.steps
         text, shown = self.texts[index], ""
         if self._question.logprobs:
             for token, score in zip(fresh.ids, fresh.scores, strict=True):
@@ -125,28 +129,34 @@ class Answers:
                     shown += text.push([token])
         else:
             shown = text.push(fresh.ids)
-        framed = fresh.frame is not None and self.reasons[index] is None and index not in self.frames
+        if self.reasons[index] is not None:
+            return
+        if text.stopped is not None:
+            heard.put_nowait(self._piece(index, shown, "stop"))
+            return
+        framed = fresh.frame is not None and index not in self.frames
         if fresh.frame is not None:
             self.frames[index] = fresh.frame
-        ends = text.stopped is not None and self.reasons[index] is None
-        if ends:
-            self.reasons[index] = "stop"
-        if ends or shown:
+        if shown or framed:
             heard.put_nowait(self._piece(index, shown))
-        elif framed:
-            heard.put_nowait(Piece(index, ""))
 
-    def _piece(self, index: int, shown: str) -> Piece:
-        scores, self._scores[index] = self._scores[index], []
-        return Piece(index, shown, scores)
+    def _piece(self, index: int, shown: str, reason: str | None = None) -> Piece:
+        """A piece; without text it leaves what tokens were committed by to the next one, unless it is the last."""
+        scores = list[TokenScore]()
+        if shown or reason is not None:
+            scores, self._scores[index] = self._scores[index], scores
+        if reason is not None:
+            self.reasons[index] = reason
+            self.frames.pop(index, None)
+        return Piece(index, shown, scores, reason)
 
-    def _end(self, first: int, ended: Ended, heard: asyncio.Queue[Any]) -> None:
-        self.steps += sum(ended.steps)
-        self.cached_tokens += ended.cached_tokens
-        for place, finish in enumerate(ended.finishes):
-            index = first + place
+    def _end(self, place: int, ended: Ended, heard: asyncio.Queue[Any]) -> None:
+        answers = self._question.params.n
+        self._cached[place] = ended.cached_tokens
+        for at, (finish, steps) in enumerate(zip(ended.finishes, ended.steps, strict=True)):
+            index = place * answers + at
+            self._steps[index] = steps
             if self.reasons[index] is None:
                 shown = self.texts[index].flush()
                 stopped = finish == "eos" or self.texts[index].stopped is not None
-                self.reasons[index] = "stop" if stopped else finish
-                heard.put_nowait(self._piece(index, shown))
+                heard.put_nowait(self._piece(index, shown, "stop" if stopped else finish))

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from mosaic.decoding.forecast import Forecast
 from mosaic.decoding.prompts import is_integer, token_ids
 from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.errors import MissingExtra, MosaicError, UsageError
@@ -94,7 +95,7 @@ class _Server:
         self.tokenizer = Tokenizer(_path(model), mask=model.architecture.mask_token_id)
         self.metrics, self.watch = Metrics(name), Watch(self.tokenizer)
         self.engine = (engine or partial(Supervisor, options, limits))(self._stepped, self.metrics)
-        self._keys = [key.encode() for key in keys]
+        self._keys = [key.encode("latin-1", "replace") for key in keys]
         self._began = int(time.time())
 
     def allow(self, request: Request) -> None:
@@ -102,7 +103,9 @@ class _Server:
         if not self._keys:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not any(hmac.compare_digest(given.encode(), key) for key in self._keys):
+        if scheme.lower() != "bearer" or not any(
+            hmac.compare_digest(given.strip().encode("latin-1", "replace"), key) for key in self._keys
+        ):
             raise _Ending(401, "no valid API key: send 'Authorization: Bearer KEY'.", "authentication_error")
 
     def admit(self, request: Request) -> None:
@@ -158,14 +161,21 @@ class _Server:
         self._check_text(body)
         url = url or (CHAT if isinstance(body, dict) and "messages" in body else COMPLETIONS)
         return await asyncio.to_thread(
-            read, body, url, self.base, self.model.architecture, self.tokenizer, strict=self.strict, policies=self.policies
+            read, body, url, self.base, self.model.architecture, self.tokenizer, strict=self.strict, policies=self.policies,
+            most_prompts=self.limits.max_waiting,
         )  # fmt: skip
 
     async def plan(self, request: Request) -> Response:
         """Whether a request would fit, when, and what it would take; its body is that of a completion or a chat."""
         question = await self._asked(request)
         prompt = max(question.prompts, key=len)
-        found = await self.engine.forecast(prompt, question.config)
+        try:
+            self._check(question)
+        except TooLarge as error:
+            positions = len(prompt) + question.config.gen_length
+            found = Forecast(fits="never", steps=None, positions=positions, state_bytes={}, why=str(error))
+        else:
+            found = await self.engine.forecast(prompt, question.config)
         seconds = None if found.steps is None else round(found.steps * self.engine.step_s, 3)
         return JSONResponse({
             "fits": found.fits, "wait_steps": found.steps, "wait_seconds": seconds, "prompt_tokens": len(prompt),
@@ -201,7 +211,7 @@ class _Server:
 
         async def collect() -> None:
             async with aclosing(answers.pieces()) as pieces:
-                async for index, text, found in pieces:
+                async for index, text, found, _ in pieces:
                     texts[index] += text
                     scores[index] += found
 
@@ -230,7 +240,7 @@ class _Server:
             shown = set[int]()
             async with aclosing(pieces):
                 try:
-                    async for index, text, scores in _after(first, pieces):
+                    async for index, text, scores, reason in _after(first, pieces):
                         role = index not in shown
                         shown.add(index)
                         if role and reply.question.chat:
@@ -239,7 +249,7 @@ class _Server:
                             yield _event(reply.piece(index, text, scores=scores))
                         if (frame := answers.frames.pop(index, None)) is not None:
                             yield _event(reply.frame(index, frame))
-                        if (reason := answers.reasons[index]) is not None:
+                        if reason is not None:
                             yield _event(reply.piece(index, reason=reason))
                 except MosaicError as error:
                     ending = _Ending.of(error)

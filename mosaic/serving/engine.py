@@ -151,7 +151,7 @@ class _Engine:
         self._stream = Stream(session, most_live=options.max_num_seqs, most_ahead=_AHEAD)
         self._waiting = deque[Asked]()
         self._most_live = options.max_num_seqs
-        self._feeds = dict[int, list[_Feed]]()  # by prompt
+        self._feeds: dict[int, tuple[list[_Feed], Sequence[LiveRequest]]] = {}  # by prompt
         self._memory, self._looked_s = dict[str, tuple[int, int]](), -math.inf
         self._components, self._keys_used = dict[str, int](), 0.0
         self._watched_s = self._drawn_s = -math.inf
@@ -161,7 +161,7 @@ class _Engine:
     def run(self) -> None:
         """Serve until the server says that it ends."""
         while True:
-            busy = bool(self._session.live or self._waiting)
+            busy = bool(self._session.live or self._waiting or self._stream.holds)
             while self._connection.poll(0 if busy else _IDLE_S):
                 message = self._connection.recv()
                 if message is None:
@@ -175,11 +175,11 @@ class _Engine:
             seconds = time.perf_counter() - began
             if self._stream.steps:
                 self._last = self._stream.steps[0]
-            fresh = {number: found for number, feeds in self._feeds.items() if (found := _taken(feeds))}
+            fresh = {number: found for number, feeds in self._feeds.items() if (found := _taken(*feeds))}
             if fresh or outcomes or busy:
                 self._connection.send(self._state(fresh, seconds))
             for outcome in outcomes:
-                feeds = self._feeds.pop(outcome.number)
+                feeds, _ = self._feeds.pop(outcome.number)
                 self._connection.send(self._answer(outcome, feeds[0].config))
 
     def _take(self, message: ToEngine) -> None:
@@ -214,15 +214,16 @@ class _Engine:
         self._next = asked
         prompt = torch.tensor(asked.prompt, dtype=torch.int64)
         found = submissions(prompt, asked.config, asked.draws, asked.answers)
-        feeds = self._feeds[asked.number] = [_Feed(asked) for _ in found]
+        feeds = [_Feed(asked) for _ in found]
         told = asked.scores or asked.frames
-        self._stream.put(
+        requests = self._stream.put(
             asked.number,
             [
                 replace(one, streamer=feed, on_step=feed.saw if told else None)
                 for one, feed in zip(found, feeds, strict=True)
             ],
         )
+        self._feeds[asked.number] = feeds, requests
 
     def _state(self, fresh: Mapping[int, Mapping[int, Fresh]], seconds: float) -> Stepped:
         now = time.monotonic()
@@ -287,8 +288,13 @@ def _canvas(request: LiveRequest) -> Canvas:
     )  # fmt: skip
 
 
-def _taken(feeds: Sequence[_Feed]) -> dict[int, Fresh]:
-    return {place: found for place, feed in enumerate(feeds) if (found := feed.take()) is not None}
+def _taken(feeds: Sequence[_Feed], requests: Sequence[LiveRequest]) -> dict[int, Fresh]:
+    """What is new of each answer; those that are not admitted yet have nothing new."""
+    return {
+        place: found._replace(steps=request.steps, cached_tokens=request.cached_tokens)
+        for place, (feed, request) in enumerate(zip(feeds, requests, strict=False))
+        if (found := feed.take()) is not None
+    }
 
 
 def _longest(session: Session, base: GenerationConfig, token: int, most: int) -> int:

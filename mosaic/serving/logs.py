@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from urllib.parse import quote
 
 if TYPE_CHECKING:
     from mosaic.serving.protocol import Usage
@@ -102,7 +103,7 @@ class Logged:
         finally:
             if scope["path"] not in _WATCHED or status != 200:
                 found = {
-                    "id": note.id, "method": scope["method"], "path": ascii(scope["path"][:_PATH])[1:-1], "status": status,
+                    "id": note.id, "method": scope["method"], "path": quote(scope["path"][:_PATH]), "status": status,
                     **note.fields(), "seconds": round(time.perf_counter() - began, 4),
                 }  # fmt: skip
                 _log.info(" ".join(f"{name}={value}" for name, value in found.items()), extra={"fields": found})

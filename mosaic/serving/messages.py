@@ -140,11 +140,14 @@ class Frame(NamedTuple):
 
 
 class Fresh(NamedTuple):
-    """What is new of an answer: tokens that became final, what each was committed by if asked for, and the last canvas."""
+    """What is new of an answer: tokens that became final, what each was committed by if asked for, and the last canvas; and its
+    steps so far, and first tokens of its prompt whose keys others had computed."""
 
     ids: Sequence[int]
     scores: Sequence[float] = ()
     frame: Frame | None = None
+    steps: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

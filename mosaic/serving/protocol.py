@@ -30,12 +30,20 @@ _OF_ANSWERS: Final = frozenset(
 """Keys that say what goes back, and change no answer."""
 _REFUSED: Final = {
     "max_nfe": "give 'steps', of the whole answer or, for models that decode block by block, of each block",
+    "response_format": "no decoding algorithm here keeps to a format; leave it out",
+    "tools": "no tools are called here; leave them out",
+    "functions": "no functions are called here; leave them out",
+    "suffix": "no text is filled in before another one; leave it out",
+    "best_of": "answers are not ranked; ask for 'n'",
     "logprob_token_ids": "of each token, the probability of the one that was committed is known",
 }
 MARK: Final = "░"
 """An open position of a canvas."""
+_LONGEST_MESSAGE: Final = 2000
 _LEAST: Final = 1e-300
 _LEAST_LOGPROB: Final = -9999.0
+_NEUTRAL: Final = ({"type": "text"}, 1)
+"""Values of keys that are refused which ask for nothing."""
 MOST_ANSWERS: Final = 128
 _MOST_SEED: Final = 1 << 31
 
@@ -83,7 +91,7 @@ class Question:
 
 def read(
     body: Any, url: str, base: GenerationConfig, architecture: Architecture, tokenizer: Tokenizer, *, strict: bool,
-    policies: Collection[str] | None = None,
+    policies: Collection[str] | None = None, most_prompts: int = 1024,
 ) -> Question:  # fmt: skip
     """Read a body.
 
@@ -91,6 +99,8 @@ def read(
     ----------
     policies
         The presets of caches, sparse attention and eviction that it may ask for; None: all.
+    most_prompts
+        Prompts of one body, at most.
 
     Raises
     ------
@@ -103,9 +113,9 @@ def read(
     if body.get("echo"):
         raise UsageError("echo: a diffusion model has no likelihood of a prompt token by token; leave it out.")
     for name, instead in _REFUSED.items():
-        if body.get(name) is not None:
+        if body.get(name) and body[name] not in _NEUTRAL:
             raise UsageError(f"{name}: {instead}.")
-    ignored = sorted({*body} - batch.KEYS - _OF_ANSWERS - {"echo"})
+    ignored = sorted({*body} - batch.KEYS - _OF_ANSWERS - {"echo", *_REFUSED})
     if ignored and strict:
         raise UnknownName("key of the body", ignored[0], sorted(batch.KEYS | _OF_ANSWERS))
     given = {name: value for name, value in body.items() if name in batch.KEYS - _OF_ANSWERS}
@@ -133,6 +143,8 @@ def read(
     if body.get(key) is None:
         raise UsageError(f"{key}: missing.")
     prompts = [_messages(body[key])] if chat else _prompts(body[key])
+    if len(prompts) > most_prompts:
+        raise UsageError(f"prompt: expected at most {most_prompts:,} prompts, got {len(prompts):,}.")
     stream, frames = _truth(body, "stream"), _frames(body)
     if frames and not stream:
         raise UsageError("diffusion_frames: canvases are sent while they fill in; set 'stream', too.")
@@ -189,15 +201,19 @@ def _check_policies(given: Mapping[str, Any], policies: Collection[str]) -> None
 
 
 def _messages(given: Any) -> Any:
-    """A conversation whose contents are texts, also where they come as a list of parts."""
+    """A conversation whose contents are texts, also where they come as a list of parts, or as null."""
     if not isinstance(given, list):
         return given
-    return [
-        one | {"content": _joined(one["content"])}
-        if isinstance(one, dict) and isinstance(one.get("content"), list)
-        else one
-        for one in given
-    ]
+    found = []
+    for one in given:
+        if isinstance(one, dict):
+            if one.get("tool_calls"):
+                raise UsageError("messages: no tools are called here; leave 'tool_calls' out.")
+            content = one.get("content", 0)
+            if content is None or isinstance(content, list):
+                one = one | {"content": _joined(content or ())}
+        found.append(one)
+    return found
 
 
 def _joined(parts: Sequence[Any]) -> str:
@@ -320,4 +336,4 @@ class Reply:
 def error_body(message: str, kind: str, code: int) -> dict[str, Any]:
     """An error in OpenAI's form; what its message quotes of a body may be no text that can be sent."""
     message = message.encode("utf-8", "backslashreplace").decode()
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {"error": {"message": message[:_LONGEST_MESSAGE], "type": kind, "param": None, "code": code}}

@@ -24,6 +24,7 @@ try:
     import ray
     from ray import serve
     from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
 except ImportError as error:
     raise MissingExtra("ray", "serve-ray", "`mosaic serve --replicas`") from error
 
@@ -46,6 +47,7 @@ _KNOWN_UNITS: Final = 1 << 16
 _AGAIN_S: Final = 0.5
 _PASSED_ON: Final = ("state", "failure", "longest", "restarts", "waiting", "step_s", "retry_s")
 _FITS: Final = ("now", "later", "never")
+_LOST: Final = (RayError, RayServeException)
 _log = logging.getLogger(__name__)
 
 
@@ -268,20 +270,22 @@ class Replicas:
             response = replica.handle.options(stream=True).tells.remote()
             try:
                 async for said, message in response:
+                    if said["restarts"] > replica.said["restarts"]:
+                        replica.units.clear()
                     replica.said = said
                     self._changed.set()
                     if isinstance(message, Stepped):
                         self._stepped(self._of_all(message))
                     elif message is not None:
                         self._metrics.ended(message)
-            except RayError as error:
+            except _LOST as error:
                 _log.error("a replica is lost: %s", str(error).splitlines()[0])
                 self._lost += 1
                 replica.said |= {"state": "starting", "waiting": 0}
                 replica.units.clear()
-                await asyncio.sleep(_AGAIN_S)
             finally:
                 response.cancel()
+            await asyncio.sleep(_AGAIN_S)
 
     def _of_all(self, step: Stepped) -> Stepped:
         """What one replica tells, with the requests of all."""
@@ -290,7 +294,8 @@ class Replicas:
         )
 
     def _chosen(self, units: Sequence[int], without: _Replica | None) -> _Replica:
-        ready = [one for one in self._replicas if one.said["state"] == "ready" and one is not without]
+        all_ready = [one for one in self._replicas if one.said["state"] == "ready"]
+        ready = [one for one in all_ready if one is not without] or all_ready
         if not ready:
             raise EngineFailed("no engine is ready; ask again.")
         least = min(one.said["waiting"] for one in ready)
@@ -325,7 +330,7 @@ class Replicas:
                     if isinstance(heard, Ended):
                         return
                 raise EngineFailed("the engine has ended before the answer; ask again.")
-            except RayError as error:
+            except _LOST as error:
                 if self._ends:
                     raise EngineFailed("the server ends; ask again, it may be another one.") from None
                 _log.error("request %s: its replica is lost: %s", name, str(error).splitlines()[0])
@@ -342,17 +347,25 @@ class Replicas:
         """Return that of the replica which has room first; as a supervisor's."""
         await self.ready()
         ready = [one for one in self._replicas if one.said["state"] == "ready"]
-        found = await asyncio.gather(*(one.handle.forecast.remote(prompt, config) for one in ready))
-        if raised := [one for one in found if isinstance(one, _Raised)]:
-            raise raised[0].error()
-        best: Forecast = min(found, key=lambda one: (_FITS.index(one.fits), one.steps or 0))
-        return best
+        found = await asyncio.gather(
+            *(one.handle.forecast.remote(prompt, config) for one in ready), return_exceptions=True
+        )
+        told = [one for one in found if isinstance(one, Forecast)]
+        if not told:
+            raise next(
+                (one.error() for one in found if isinstance(one, _Raised)),
+                EngineFailed("the engine has failed; ask again."),
+            )
+        return min(told, key=lambda one: (_FITS.index(one.fits), one.steps or 0))
 
     async def plan(self) -> Mapping[str, Any]:
         """Return that of one replica; as a supervisor's."""
         await self.ready()
         ready = next(one for one in self._replicas if one.said["state"] == "ready")
-        found: Mapping[str, Any] | _Raised = await ready.handle.plan.remote()
+        try:
+            found: Mapping[str, Any] | _Raised = await ready.handle.plan.remote()
+        except _LOST:
+            raise EngineFailed("the engine has failed; ask again.") from None
         if isinstance(found, _Raised):
             raise found.error()
         return found

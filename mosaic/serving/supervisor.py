@@ -294,7 +294,7 @@ class Supervisor:
     @property
     def retry_s(self) -> int:
         """Seconds after which the requests that wait now will have been admitted, by how fast requests end."""
-        return max(round(self.waiting * self._rate.seconds_each), 1)
+        return max(round(min(self.waiting * self._rate.seconds_each, self._limits.timeout_s)), 1)
 
     def _receive(self, connection: Connection, process: Any) -> None:
         """In a thread of its own: hand on what the engine tells, until it ends."""
@@ -340,6 +340,8 @@ class Supervisor:
         if now > self._stepped_s:
             self.step_s += (now - self._stepped_s - self.step_s) / (_STEPS if self.step_s else 1)
         self._stepped_s = now if running else math.inf
+        if not running:
+            self._rate = _Rate()  # what comes later says nothing of how fast requests end
 
     def _ended(self, code: int | None) -> None:
         """The process has ended: start it again, and ask it again what nobody has heard anything of."""
