@@ -111,7 +111,8 @@ def serve(
     try:  # before the model is loaded
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        said = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror
+        number = error.errno or 0  # below 0 where a name has no address
+        said = os.strerror(number) if number > 0 else error.strerror
         raise UsageError(f"cannot listen on {host}, port {port}: {said}; give another --port or --host.") from None
 
     async def serving(app: FastAPI) -> None:
