@@ -376,7 +376,7 @@ def test_every_way_to_decide_tells_its_probabilities(options: dict[str, Any]) ->
         for value in one["choices"][0]["logprobs"]["token_logprobs"]
     ]
     assert values == pytest.approx([math.log(value) for value in expected.confidence.tolist()], abs=1e-5)
-    assert len([one for one in found if "diffusion_frame" in one]) > 3
+    assert len([one for one in found if "diffusion_frame" in one]) > 1
 
 
 @pytest.mark.soak
