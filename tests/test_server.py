@@ -47,6 +47,19 @@ def ids_of(question: str) -> list[int]:
 
 
 @contextmanager
+def running(server: Server, *args: Any) -> Iterator[None]:
+    """A server in a thread of its own, which ends with the block."""
+    thread = threading.Thread(target=server.run, args=args)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@contextmanager
 def serving(
     *, model: str = "small-sdar", limits: Limits | None = None, max_num_seqs: int = 64, **options: Any
 ) -> Iterator[str]:  # fmt: skip
@@ -54,18 +67,11 @@ def serving(
     engine = EngineOptions(model=model, compile=COMPILE, max_num_seqs=max_num_seqs)
     limits = replace(limits or Limits(), drain_s=5)
     server = Server(create_app(load(model), model, engine, limits, **options), limits)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.02)
+    with running(server):
+        until(lambda: server.started, 120)
         base = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
         until(lambda: _get(f"{base}/health")[0] == 200, 120)
         yield base
-    finally:
-        server.should_exit = True
-        thread.join(30)
-        assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ from mosaic.models import load
 from mosaic.serving import EngineOptions, Limits
 from mosaic.serving.app import create_app
 from mosaic.serving.connections import Server
+from tests.test_server import running, until
 
 MODEL = load("small-sdar")
 SCHEMATHESIS = shutil.which("schemathesis", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -47,29 +48,16 @@ def serving(limits: Limits = LIMITS, **engine: Any) -> Iterator[str]:
     server = Server(create_app(MODEL, NAME, options, limits), limits)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-        thread = threading.Thread(target=server.run, args=([listening],))
-        thread.start()
-        try:
+        with running(server, [listening]):
             base = f"http://127.0.0.1:{listening.getsockname()[1]}"
             until(lambda: server.started and get(f"{base}/health")[0] == 200, 120)
             yield base
-        finally:
-            server.should_exit = True
-            thread.join(30)
-            assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")
 def base() -> Iterator[str]:
     with serving() as found:
         yield found
-
-
-def until(holds: Any, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "took too long"
-        time.sleep(0.02)
 
 
 def get(url: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], str]:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from mosaic.cli.output import note, print_json, results
+from mosaic.cli.output import json_object, note, print_json, results
 from mosaic.errors import UnknownName, UsageError
 from mosaic.files import write_atomic
 
@@ -83,12 +83,7 @@ def serve(
         if not burstiness > 0:
             raise UsageError(f"--burstiness is {burstiness}; it must be above 0.")
         lengths = lengths._replace(shape=burstiness)
-    try:
-        body = json.loads(extra_body)
-    except ValueError as error:
-        raise UsageError(f"--extra-body is no JSON: {error}.") from None
-    if not isinstance(body, dict):
-        raise UsageError("--extra-body: expected a JSON object.")
+    body = json_object("--extra-body", extra_body)
     drawers = {".png": load_png, ".svg": load_svg}
     if plot is not None and plot.suffix.lower() not in drawers:
         raise UnknownName("file type", plot.name, drawers, hint="The ending says what to draw.")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-from mosaic.errors import ConfigWarning
+from mosaic.errors import ConfigWarning, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -108,6 +108,23 @@ def report_plan(document: Mapping[str, Any], as_json: bool, explain: bool) -> No
     if explain:
         results().print()
         results().print(explanation(document))
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """Return the JSON object that an option was given.
+
+    Raises
+    ------
+    UsageError
+        If it is none.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{option} is no JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{option}: expected a JSON object.")
+    return found
 
 
 def print_json(value: Any) -> None:

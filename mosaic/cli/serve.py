@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import os
 import resource
 import socket
 from contextlib import ExitStack
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from mosaic.cli import decoding_options as o
+from mosaic.cli.output import json_object
 from mosaic.cli.request import own_dtype, require_torch
 from mosaic.errors import UnknownName, UsageError
 
@@ -77,7 +76,7 @@ def serve(
     from mosaic.models import load
     from mosaic.models.policies.block_cache import BLOCK_CACHES
     from mosaic.models.policies.registry import NAMES, PLAIN
-    from mosaic.serving.app import create_app
+    from mosaic.serving.app import create_app, name_of
     from mosaic.serving.connections import Server
     from mosaic.serving.engine import EngineOptions
     from mosaic.serving.logs import FORMATS, configure
@@ -95,7 +94,7 @@ def serve(
     for name in policy or ():
         if name not in known:
             raise UnknownName("policy", name, known)
-    base = with_options(GenerationConfig(), _object(override_generation_config))
+    base = with_options(GenerationConfig(), json_object("--override-generation-config", override_generation_config))
     resolve(base, described.architecture)
     options = EngineOptions(
         model=model, base=base, max_num_seqs=max_num_seqs, warm=warm, log_format=log_format,
@@ -104,7 +103,7 @@ def serve(
             "threads": threads,
         },
     )  # fmt: skip
-    name = served_name or (described.name if Path(model).exists() else model)
+    name = served_name or name_of(model, described)
     limits = Limits(
         max_waiting=max_waiting, max_connections=_connections(max_connections), timeout_s=timeout, drain_s=drain_timeout
     )
@@ -152,14 +151,3 @@ def _connections(wanted: int) -> int:
                 "%d connections at most: this process may open %d files; raise ulimit -n", soft - _OTHER_FILES, soft
             )
     return wanted if soft == resource.RLIM_INFINITY else min(wanted, soft - _OTHER_FILES)
-
-
-def _object(text: str) -> dict[str, Any]:
-    """The options of a JSON object."""
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"--override-generation-config is no JSON: {error}.") from None
-    if not isinstance(found, dict):
-        raise UsageError("--override-generation-config: expected a JSON object.")
-    return found

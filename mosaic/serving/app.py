@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mosaic.serving.messages import Stepped
     from mosaic.serving.supervisor import Asks
 
-__all__ = ["create_app"]
+__all__ = ["create_app", "name_of"]
 
 _PAGE: Final = Path(__file__).with_name("status.html")
 _POLICY: Final = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
@@ -442,6 +442,11 @@ def create_app(
     for path, (answer, kind) in shown.items():
         route(path, "GET", answer, **openapi.described(None, (kind,), *of_any))
     return app
+
+
+def name_of(model: str, described: Model) -> str:
+    """Return what requests call a model: a preset by its name, a checkpoint by its directory's."""
+    return described.name if Path(model).exists() else model
 
 
 def _length(body: Any) -> int:

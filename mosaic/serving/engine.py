@@ -19,6 +19,7 @@ import torch
 
 from mosaic.decoding.config import GenerationConfig, resolve
 from mosaic.decoding.live import Submission
+from mosaic.decoding.rungs import most_of
 from mosaic.decoding.session import Session
 from mosaic.decoding.stream import MOST_LIVE, Outcome, Stream
 from mosaic.errors import DoesNotFit, MosaicError
@@ -105,6 +106,7 @@ class _Feed:
 
     def __init__(self, asked: Asked) -> None:
         self.config, self._scored, self._framed = asked.config, asked.scores, asked.frames
+        self.told = asked.scores or asked.frames
         self._next = -1  # the first position that is not final; the prompt comes first
         self._decided = dict[int, tuple[int, float]]()
         self._clear()
@@ -117,11 +119,11 @@ class _Feed:
         if self._next < 0:
             self._next = len(value)
             return
-        for token in value.tolist():
-            _, score = self._decided.pop(self._next, (token, math.nan))
-            self._ids.append(token)
-            self._scores.append(score)
-            self._next += 1
+        self._ids += value.tolist()
+        if self.told:
+            final = range(self._next, self._next + len(value))
+            self._scores += [self._decided.pop(at, (-1, math.nan))[1] for at in final]
+            self._next = final.stop
 
     def end(self) -> None:
         """What ends is in the outcome."""
@@ -215,11 +217,10 @@ class _Engine:
         prompt = torch.tensor(asked.prompt, dtype=torch.int64)
         found = submissions(prompt, asked.config, asked.draws, asked.answers)
         feeds = [_Feed(asked) for _ in found]
-        told = asked.scores or asked.frames
         requests = self._stream.put(
             asked.number,
             [
-                replace(one, streamer=feed, on_step=feed.saw if told else None)
+                replace(one, streamer=feed, on_step=feed.saw if feed.told else None)
                 for one, feed in zip(found, feeds, strict=True)
             ],
         )
@@ -305,11 +306,7 @@ def _longest(session: Session, base: GenerationConfig, token: int, most: int) ->
         return session.admits(Submission(prompt=prompt, config=replace(base, gen_length=min(positions, base_length))))
 
     base_length = base.block_length or 32
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return most_of(most, fits)
 
 
 def run_engine(options: EngineOptions, connection: Connection) -> None:

@@ -179,6 +179,11 @@ class Stepped:
     keys_used: float
     picture: Picture | None = None
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that became final, of all answers."""
+        return sum(len(fresh.ids) for answers in self.fresh.values() for fresh in answers.values())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:

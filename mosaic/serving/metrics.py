@@ -73,9 +73,7 @@ class Metrics:
         self._running.labels(self._model).set(step.running)
         self._waiting.labels(self._model).set(step.waiting)
         self._step_seconds.labels(self._model).inc(step.seconds)
-        self._committed.labels(self._model).inc(
-            sum(len(fresh.ids) for answers in step.fresh.values() for fresh in answers.values())
-        )
+        self._committed.labels(self._model).inc(step.tokens)
         for pool, sizes in step.memory.items():
             for kind, size in zip(("planned", "committed"), sizes, strict=True):
                 self._memory.labels(self._model, pool, kind).set(size)

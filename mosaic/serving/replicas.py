@@ -8,14 +8,14 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from mosaic.decoding.config import GenerationConfig, with_options
 from mosaic.decoding.forecast import Forecast
 from mosaic.errors import MissingExtra, MosaicError, UsageError
 from mosaic.models import load
-from mosaic.serving.app import create_app
+from mosaic.runtime.prefixes import UNIT
+from mosaic.serving.app import create_app, name_of
 from mosaic.serving.engine import EngineOptions
 from mosaic.serving.messages import Ended, Stepped
 from mosaic.serving.supervisor import Busy, EngineFailed, Limits, Supervisor, TooLarge
@@ -41,8 +41,6 @@ __all__ = ["Replicas", "build", "start_replicas"]
 
 _MOST_ONGOING: Final = 100_000
 """Requests of a replica at once: its engine admits them, not Ray."""
-_UNIT: Final = 64
-"""Tokens by which prefixes are shared."""
 _KNOWN_UNITS: Final = 1 << 16
 _AGAIN_S: Final = 0.5
 _PASSED_ON: Final = ("state", "failure", "longest", "restarts", "waiting", "step_s", "retry_s")
@@ -374,8 +372,8 @@ class Replicas:
 def _units(prompt: Sequence[int]) -> list[int]:
     """A hash for each whole unit of a prompt, of it and all before it."""
     found, chained = list[int](), 0
-    for start in range(0, len(prompt) - _UNIT + 1, _UNIT):
-        chained = hash((chained, *prompt[start : start + _UNIT]))
+    for start in range(0, len(prompt) - UNIT + 1, UNIT):
+        chained = hash((chained, *prompt[start : start + UNIT]))
         found.append(chained)
     return found
 
@@ -447,10 +445,9 @@ def build(args: dict[str, Any]) -> Application:
 
     def asgi() -> Any:
         described, where = load(name), serve.get_replica_context().app_name
-        known = served or (described.name if Path(name).exists() else name)
         handles = [serve.get_deployment_handle(f"engine-{place}", where) for place in range(replicas)]
         return create_app(
-            described, known, options, limits, keys=keys, strict=strict, policies=policies,
+            described, served or name_of(name, described), options, limits, keys=keys, strict=strict, policies=policies,
             engine=lambda stepped, metrics: Replicas(handles, limits, stepped, metrics),
         )  # fmt: skip
 

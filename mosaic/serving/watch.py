@@ -52,8 +52,7 @@ class Watch:
 
     def stepped(self, step: Stepped) -> None:
         """Note a step."""
-        now = time.monotonic()
-        tokens = sum(len(fresh.ids) for answers in step.fresh.values() for fresh in answers.values())
+        now, tokens = time.monotonic(), step.tokens
         self.steps += step.running > 0 or bool(step.fresh)
         self.tokens += tokens
         self._counted += tokens
