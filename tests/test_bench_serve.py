@@ -129,6 +129,22 @@ def test_servers_without_options_usage_or_metrics_are_measured_and_said_to_be(tm
     assert found["memory"]["committed"]["weights"][0] == 12 and found["peak_memory_bytes"] == 13
 
 
+def test_requests_of_a_trace_have_fields_of_their_own(tmp_path: Path) -> None:
+    """Beside those of all, which they come before."""
+    rng, plain = random.Random(2), answer(piece(" a", "stop"), usage(1, 1), DONE)
+    own = [*({"steps": rng.randint(1, 9)} for _ in range(6)), None]
+    lines = [
+        {"at_s": number, "prompt": f"p{number}", "output_length": 4, "extra_body": one}
+        for number, one in enumerate(own)
+    ]
+    trace = written(tmp_path / "t.jsonl", *lines, {"at_s": 9, "prompt": "plain", "output_length": 4})
+    with scripted(dict.fromkeys(("plain", *(f"p{number}" for number in range(7))), plain), ["x"]) as (url, bodies):
+        found = measure(replace(LOAD, base_url=url, trace=trace, rate=1e3, body={"steps": 10, "top_k": 3}))
+    assert found["completed"] == 8
+    expected = {f"p{number}": (one or {"steps": 10})["steps"] for number, one in enumerate(own)} | {"plain": 10}
+    assert {body["prompt"]: body["steps"] for body in bodies} == expected and all(body["top_k"] == 3 for body in bodies)
+
+
 def test_a_server_that_is_not_there_is_said_in_a_line() -> None:
     ran = CliRunner().invoke(
         app, ["bench", "serve", "--model", "a", "--base-url", "http://127.0.0.1:9/v1", "--num-prompts", "1"]
@@ -244,6 +260,7 @@ def test_recorded_traces_are_read(tmp_path: Path, lines: list[Any], expected: li
         (['{"at_s": NaN, "prompt": "a", "output_length": 4}'], "at_s is nan"), (["a,b", "1,2"], "Timestamp"),
         (['{"at_s": 1, "prompt": {}, "output_length": 4}'], "neither text"), ([""], "no request"),
         (["TIMESTAMP,ContextTokens,GeneratedTokens", "x,1,2"], "x"),
+        (['{"at_s": 1, "prompt": "a", "output_length": 4, "extra_body": [9]}'], r"extra_body is no JSON object: \[9\]"),
     ],
 )  # fmt: skip
 def test_traces_that_are_none_are_refused(tmp_path: Path, lines: list[str], says: str) -> None:

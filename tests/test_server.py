@@ -23,10 +23,13 @@ from typing import Any
 import openai
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import mosaic
+from mosaic.cli import app
 from mosaic.decoding import GenerationConfig
 from mosaic.decoding.tokenizer import Tokenizer
+from mosaic.errors import UnknownName, UsageError
 from mosaic.jobs.sampling import SamplingParams, completion
 from mosaic.models import load
 from mosaic.serving import EngineOptions, Limits
@@ -426,3 +429,49 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(base: str) -> None:
         and "Address already in use; give another --port" in ran.stderr
         and "serving" not in ran.stderr
     )
+
+
+def test_a_config_alone_is_served_with_random_weights_and_words_are_tokens(tmp_path: Path) -> None:
+    """Through the command: usage has as many tokens as words were sent, in a prompt or a chat, and answers have all of theirs."""
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
+    sizes |= {"vocab_size": 64, "intermediate_size": 48, "mask_token_id": 63, "eos_token_id": 5, "block_size": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "model_type": "sdar", "torch_dtype": "float32"}))
+    command = [sys.executable, "-m", "mosaic", "serve", str(tmp_path), "--port", "0", "--host-budget", "0"]
+    log, rng = tmp_path / "log", random.Random(31)
+    with log.open("w") as written:
+        process = subprocess.Popen([*command, "--load-format", "dummy"], stderr=written)
+    try:
+        until(lambda: "serving" in log.read_text() or process.poll() is not None, 60)
+        base = log.read_text().partition("serving")[2].split()[2]
+        for _ in range(8):
+            words = "".join(
+                rng.choice(["no", "Übung", "\u2013", "mask"]) + rng.choice([" ", "\n ", "\t"])
+                for _ in range(rng.randint(1, 40))
+            )
+            for path, more in (
+                ("completions", {"prompt": words}),
+                ("chat/completions", {"messages": [{"role": "user", "content": words}]}),
+            ):
+                body = {"max_tokens": 9, "ignore_eos": True, **more}
+                status, _, answer = _get(f"{base}/v1/{path}", json.dumps(body).encode())
+                usage, (choice,) = json.loads(answer)["usage"], json.loads(answer)["choices"]
+                assert (
+                    status == 200 and usage["prompt_tokens"] == len(words.split()) and usage["completion_tokens"] == 9
+                )
+                assert len((choice.get("text") or choice["message"]["content"]).split()) == 9
+        found = json.loads(
+            _get(f"{base}/tokenize", json.dumps({"prompt": " ".join(map(str, range(1000)))}).encode())[2]
+        )
+        assert {*found["tokens"]} == {*range(64)} - {63, 5}, "never the mask, nor what ends an answer"
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+    for asked, says in ((["sdar-8b"], "--load-format dummy"), (["small", "--load-format", "best"], "auto")):
+        refused = CliRunner().invoke(app, ["serve", *asked, "--port", "0"])
+        assert isinstance(refused.exception, UsageError | UnknownName) and says in str(refused.exception)

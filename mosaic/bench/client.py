@@ -124,7 +124,7 @@ class Client:
         path = "chat/completions" if load.chat else "completions"
         sent = time.perf_counter()
         found.began_s = sent - began
-        async with self._session.post(f"{load.base_url}/v1/{path}", json=body | dict(load.body)) as response:
+        async with self._session.post(f"{load.base_url}/v1/{path}", json=body | {**load.body, **one.body}) as response:
             if response.status != 200:
                 text = (await response.content.read(4096)).decode(errors="replace")
                 if counts and response.status in (400, 422) and "stream_options" in text:

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from mosaic.errors import UsageError
@@ -112,12 +113,13 @@ class Load:
 
 
 class Asked(NamedTuple):
-    """A request: its number, when it comes, its prompt as text or token ids, and the tokens that it asks for."""
+    """A request: its number, when it comes, its prompt as text or token ids, the tokens that it asks for, and fields of its own."""
 
     number: int
     at_s: float
     prompt: str | list[int]
     tokens: int
+    body: Mapping[str, Any] = MappingProxyType({})
 
 
 def size(load: Load) -> int:
@@ -162,7 +164,7 @@ def _recorded(load: Load, path: Path, part: int, parts: int) -> Iterator[Asked]:
         if isinstance(prompt, int):
             begun = [word for one in row.hashes for word in _block(load.seed, one)][:prompt]
             prompt = " ".join([*prefix, *begun, *_words(f"{load.seed}/{number}", prompt - len(begun))])
-        yield Asked(number, (row.at_s - first_s) * slower, prompt, row.tokens)
+        yield Asked(number, (row.at_s - first_s) * slower, prompt, row.tokens, row.body)
 
 
 class _Row(NamedTuple):
@@ -172,6 +174,7 @@ class _Row(NamedTuple):
     prompt: int | str | list[int]
     tokens: int
     hashes: Sequence[int]
+    body: Mapping[str, Any]
 
 
 def _sorted(load: Load, path: Path) -> list[_Row]:
@@ -211,7 +214,10 @@ def _row(line: Mapping[str, Any]) -> _Row:
     at_s = _moment(line[time]) if time == "TIMESTAMP" else float(line[time]) * _TIMES[time]
     if not math.isfinite(at_s):
         raise ValueError(f"{time} is {at_s}")
-    return _Row(at_s, found, int(line[answer]), line.get("hash_ids") or ())
+    body = line.get("extra_body") or {}
+    if not isinstance(body, dict):
+        raise ValueError(f"extra_body is no JSON object: {body!r}")
+    return _Row(at_s, found, int(line[answer]), line.get("hash_ids") or (), body)
 
 
 def _first(line: Mapping[str, Any], names: Sequence[str] | Mapping[str, float]) -> str:

@@ -27,11 +27,19 @@ _OTHER_FILES: Final = 64
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="A checkpoint directory, or small or small-sdar.")],
+    model: Annotated[
+        str, typer.Argument(help="A checkpoint directory, or small or small-sdar; a preset with random weights.")
+    ],
     host: Annotated[
         str, typer.Option(help="The address to listen on; 0.0.0.0 for all of this machine's.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 for a free one.")] = 8000,
+    load_format: Annotated[
+        str,
+        typer.Option(
+            help="auto, the checkpoint's weights, or dummy, random ones; without a tokenizer, words are tokens then."
+        ),
+    ] = "auto",
     device: o.Where = "cpu",
     budget: o.Budget = None,
     host_budget: Annotated[str | None, typer.Option(help="Pinned host memory for weights; none if not given.")] = "0",
@@ -78,7 +86,7 @@ def serve(
     from mosaic.models.policies.registry import NAMES, PLAIN
     from mosaic.serving.app import create_app, name_of
     from mosaic.serving.connections import Server
-    from mosaic.serving.engine import EngineOptions
+    from mosaic.serving.engine import LOAD_FORMATS, EngineOptions
     from mosaic.serving.logs import FORMATS, configure
     from mosaic.serving.supervisor import EngineFailed, Limits
 
@@ -88,6 +96,8 @@ def serve(
         raise UsageError("--timeout, --drain-timeout: expected seconds.")
     if log_format not in FORMATS:
         raise UnknownName("log format", log_format, FORMATS)
+    if load_format not in LOAD_FORMATS:
+        raise UnknownName("load format", load_format, LOAD_FORMATS)
     configure(log_format)
     described = load(model)
     known = sorted({name for names in (*NAMES.values(), *PLAIN.values()) for name in names} | set(BLOCK_CACHES))
@@ -97,7 +107,7 @@ def serve(
     base = with_options(GenerationConfig(), json_object("--override-generation-config", override_generation_config))
     resolve(base, described.architecture)
     options = EngineOptions(
-        model=model, base=base, max_num_seqs=max_num_seqs, warm=warm, log_format=log_format,
+        model=model, load_format=load_format, base=base, max_num_seqs=max_num_seqs, warm=warm, log_format=log_format,
         compile={
             "device": device, "budget": budget, "host_budget": host_budget, "dtype": dtype or own_dtype(model, device),
             "threads": threads,

@@ -11,7 +11,12 @@ from typing import Any
 from mosaic.decoding.byte_pairs import FILES, build
 from mosaic.errors import CheckpointError, MissingExtra, UsageError
 
-__all__ = ["Tokenizer"]
+__all__ = ["Tokenizer", "has_tokenizer"]
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a directory has the files of a tokenizer."""
+    return any(all((directory / name).is_file() for name in names) for names in (("tokenizer.json",), FILES))
 
 
 class Tokenizer:
@@ -40,18 +45,18 @@ class Tokenizer:
             raise MissingExtra("tokenizers", "torch", "text in and out of a model") from None
         self.directory = Path(directory)
         self._config = _read_json(self.directory / "tokenizer_config.json")
+        if not has_tokenizer(self.directory):
+            raise CheckpointError(
+                f"{self.directory} has neither tokenizer.json nor {' and '.join(FILES)}: download them with the checkpoint."
+            )
         file = self.directory / "tokenizer.json"
         if file.is_file():
             try:
                 self._backend = Backend.from_file(str(file))
             except Exception as error:  # the Rust side raises bare Exception
                 raise CheckpointError(f"cannot read {file}: {error}; download it again.") from None
-        elif all((self.directory / name).is_file() for name in FILES):
-            self._backend = build(self.directory, self._config)
         else:
-            raise CheckpointError(
-                f"{self.directory} has neither tokenizer.json nor {' and '.join(FILES)}: download them with the checkpoint."
-            )
+            self._backend = build(self.directory, self._config)
         self._backend.no_padding()
         self._backend.no_truncation()
         self._mask, self._spelled = mask, list[int]()

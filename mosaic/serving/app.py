@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from mosaic.decoding.forecast import Forecast
 from mosaic.decoding.prompts import is_integer, token_ids
-from mosaic.decoding.tokenizer import Tokenizer
+from mosaic.decoding.tokenizer import Tokenizer, has_tokenizer
+from mosaic.decoding.words import WordTokenizer
 from mosaic.errors import MissingExtra, MosaicError, UsageError
 from mosaic.models import Model
 from mosaic.serving import openapi
@@ -92,7 +93,7 @@ class _Server:
     ) -> None:  # fmt: skip
         self.model, self.name, self.base, self.limits = model, name, options.base, limits
         self.strict, self.policies = strict, policies
-        self.tokenizer = Tokenizer(_path(model), mask=model.architecture.mask_token_id)
+        self.tokenizer = _tokenizer(model, options.load_format)
         self.metrics, self.watch = Metrics(name), Watch(self.tokenizer)
         self.engine = (engine or partial(Supervisor, options, limits))(self._stepped, self.metrics)
         self._keys = [key.encode("latin-1", "replace") for key in keys]
@@ -363,7 +364,7 @@ def create_app(
     Raises
     ------
     UsageError
-        If the model has no tokenizer.
+        If the model is a preset, and its weights are not to be random.
     """
     server = _Server(
         model, name, options, limits or Limits(), keys=keys, strict=strict, policies=policies, engine=engine
@@ -479,7 +480,14 @@ def _event(found: dict[str, Any]) -> str:
     return f"data: {json.dumps(found, ensure_ascii=False)}\n\n"
 
 
-def _path(model: Model) -> Any:
-    if model.path is None:
-        raise UsageError(f"{model.name} is a preset without a tokenizer: serve a checkpoint directory.")
-    return model.path
+def _tokenizer(model: Model, load_format: str) -> Tokenizer:
+    """The checkpoint's own; of random weights without one, words."""
+    path = model.path
+    if load_format == "dummy" and (path is None or not has_tokenizer(path)):
+        return WordTokenizer(model.architecture)
+    if path is None:
+        raise UsageError(
+            f"{model.name} is a preset without weights and tokenizer: serve a checkpoint directory, or random weights by "
+            "--load-format dummy."
+        )
+    return Tokenizer(path, mask=model.architecture.mask_token_id)

@@ -57,7 +57,10 @@ if TYPE_CHECKING:
     from mosaic.runtime.compiled import CompiledModel
     from mosaic.serving.messages import ToEngine
 
-__all__ = ["EngineOptions", "run_engine"]
+__all__ = ["LOAD_FORMATS", "EngineOptions", "run_engine"]
+
+LOAD_FORMATS: Final = ("auto", "dummy")
+"""Names of vLLM's for the weights of a checkpoint, and for random ones."""
 
 _AHEAD: Final = 1 << 62
 """Entries are not answered in order here: none waits for an older one."""
@@ -83,6 +86,8 @@ class EngineOptions:
         A preset or a checkpoint directory.
     compile
         Options of `mosaic.compile`.
+    load_format
+        One of `LOAD_FORMATS`.
     base
         Options of requests that have none of their own.
     max_num_seqs
@@ -95,6 +100,7 @@ class EngineOptions:
 
     model: str
     compile: Mapping[str, Any] = field(default_factory=dict)
+    load_format: str = "auto"
     base: GenerationConfig = field(default_factory=GenerationConfig)
     max_num_seqs: int = MOST_LIVE
     warm: bool = False
@@ -329,6 +335,8 @@ def run_engine(options: EngineOptions, connection: Connection) -> None:
 
 def _serve(options: EngineOptions, connection: Connection) -> None:
     model = load(options.model)
+    if options.load_format == "dummy":
+        model = replace(model, path=None)
     with compile(model, **options.compile) as compiled, Session(compiled) as session:
         if options.warm:
             session.warm(options.base, requests=options.max_num_seqs)
