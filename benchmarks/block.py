@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 import mosaic
-from benchmarks.cases import cut, device_of, options, tag_of, token_counts
+from benchmarks.cases import device_of, options, tag_of, token_counts, with_block
 from benchmarks.floor import Floor, keys_read
 from benchmarks.paired_worker import Brackets
 from benchmarks.record import environment, table, write
 from mosaic.decoding.canvas import COMMIT
-from mosaic.models import Model, load
+from mosaic.models import load
 from mosaic.models.parts import KEPT, KV, Commit
 from mosaic.models.phase import Phase
 from mosaic.models.policies.mage import Selected
@@ -209,13 +209,6 @@ def rows_of(result: Mapping[str, Any]) -> Iterator[list[str]]:
 def _middle(times: float | Sequence[float] | None) -> float | None:
     """The median; of all times, as older records have them, too."""
     return statistics.median(times) if isinstance(times, Sequence) and times else times or None
-
-
-def with_block(name: str, block: int, layers: int | None) -> Model:
-    """A preset whose blocks have another length, perhaps with fewer layers; its weights are random."""
-    model = cut(load(name), layers)
-    own = next((key for key in ("block_size", "bd_size") if key in model.config), "block_size")
-    return load({**model.config, own: block})
 
 
 def main(arguments: Sequence[str]) -> None:

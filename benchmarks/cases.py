@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 from benchmarks import sources
 from mosaic.devices import Device, load_device
-from mosaic.models import Model
+from mosaic.models import Model, load
 from mosaic.units import parse_bytes, parse_tokens
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "sizes",
     "tag_of",
     "token_counts",
+    "with_block",
 ]
 
 T = TypeVar("T")
@@ -56,6 +57,13 @@ def cut(model: Model, layers: int | None) -> Model:
         path=None,
         architecture=replace(model.architecture, stack=model.architecture.stack[:layers]),
     )
+
+
+def with_block(name: str, block: int, layers: int | None) -> Model:
+    """A preset whose blocks have another length, perhaps with fewer layers; its weights are random."""
+    model = cut(load(name), layers)
+    own = next((key for key in ("block_size", "bd_size") if key in model.config), "block_size")
+    return load({**model.config, own: block})
 
 
 def options(description: str | None, *, models: str = "+") -> argparse.ArgumentParser:
