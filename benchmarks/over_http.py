@@ -7,7 +7,7 @@ A closed loop has `--counts` requests in flight; who ends is followed by the nex
 server's engine is, in a process of its own (`benchmarks.engine_alone`), which is gone before the server starts: each has the whole
 card. Prompts are random words, one token each. Tokens per forward are forced by the steps of a block, drawn from the seed where no
 whole number of steps gives them, with a threshold that nothing reaches; weights are random, and no answer ends early. Before each
-point comes one like it with other prompts that is not counted, as sizes of steps are planned and captured when they first come.
+point comes one like it that is not counted, with other prompts, as sizes of steps are planned and captured when they first come.
 
 `--poisson` lets requests come at random, at this share of the most requests per second that a closed loop over HTTP has answered.
 `--burst` sends requests all at once, of which each needs one step behind its prompt for its first token; the floor is that of all
@@ -49,6 +49,8 @@ EVICTION: Final[Mapping[str, Mapping[str, Any]]] = {
     "off": {}, "on": {"eviction": "focus"}, "on+dc+": {"eviction": "focus", "block_cache": "dc+"}
 }  # fmt: skip
 CLOSED, POISSON, BURST = "closed loop", "Poisson", "at once"
+UNCOUNTED: Final = 256
+"""Tokens of an answer that is not counted, at most; its prompt is longer instead, as sizes of steps go by whole lengths."""
 LEAST: Final = 8
 """Requests of a point, at least."""
 ENGINE: Final = 0.45
@@ -57,7 +59,8 @@ START_S: Final = 400.0
 LINES: Final = 30
 """Of a server's log, the last ones but those of requests, which are shown where it fails."""
 METHOD: Final = (
-    "one pass after an uncounted one with other prompts, Poisson processes without it; percentiles are of all requests"
+    "one pass after an uncounted one of other prompts, as long in all with answers of 256 tokens at most, Poisson processes "
+    "without it; percentiles are of all requests"
 )
 _TIMES: Final = ("ttft", "tpot", "e2el")
 _PERCENTILES: Final = (50, 95, 99)
@@ -85,15 +88,16 @@ def loops(asked: Any) -> list[dict[str, Any]]:
     return [*closed, burst] if asked.burst else closed
 
 
-def written(path: Path, point: Mapping[str, Any], asked: Any, model: Model, words: str) -> Path:
-    """Write the trace of a point's requests; `words` names their prompts, all else is the same for a seed."""
-    rng, of_words, at_s = random.Random(asked.seed), random.Random(f"{asked.seed}/{words}"), 0.0
+def written(path: Path, point: Mapping[str, Any], asked: Any, model: Model, *, counted: bool = True) -> Path:
+    """Write the trace of a point's requests. No other trace has their prompts; what is not counted has answers that are short."""
+    rng, of_words, at_s = random.Random(asked.seed), random.Random(f"{asked.seed}, {counted}, {point}"), 0.0
+    answer = asked.answer if counted else min(asked.answer, UNCOUNTED)
     steps, vocabulary = asked.block / point["per_forward"], model.architecture.vocabulary
     lines = []
     for _ in range(point["requests"]):
         body = {"steps": int(steps) + (rng.random() < steps % 1), "threshold": 1.0, **EVICTION[point["eviction"]]}
-        prompt = " ".join(map(str, of_words.choices(range(vocabulary), k=asked.prompt)))
-        lines.append({"at_s": at_s, "prompt": prompt, "output_length": asked.answer, "extra_body": body})
+        prompt = " ".join(map(str, of_words.choices(range(vocabulary), k=asked.prompt + asked.answer - answer)))
+        lines.append({"at_s": at_s, "prompt": prompt, "output_length": answer, "extra_body": body})
         at_s += rng.expovariate(point["rate"]) if "rate" in point else 0.0
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return path
@@ -281,8 +285,8 @@ def run(name: str, asked: Any, clock: Clock, folder: Path) -> dict[str, Any]:
 
     points, traces = loops(asked), list[list[str]]()
     for number, point in enumerate(points):
-        passes = ("uncounted", "counted")
-        traces.append([str(written(folder / f"{number}-{words}", point, asked, model, words)) for words in passes])
+        files = {folder / f"{number}-{counted}": counted for counted in (False, True)}
+        traces.append([str(written(file, point, asked, model, counted=counted)) for file, counted in files.items()])
     asks = [{**point, "traces": made} for point, made in zip(points, traces, strict=True)]
     for found in engine_alone(served, asks, asked, ENGINE * clock.left_s / 60):
         if "card" in found:
@@ -304,7 +308,7 @@ def run(name: str, asked: Any, clock: Clock, folder: Path) -> dict[str, Any]:
                 *(" | ".join(row) for rows in (rows_of, at_once_rows) for row in rows({"points": [point]})), flush=True
             )
         for point in clock.while_left(arrivals(result["points"], asked), print):
-            trace = written(folder / "poisson", point, asked, model, f"{len(result['points'])}")
+            trace = written(folder / "poisson", point, asked, model)
             result["points"].append({**point, "server": over_http({**point, "traces": [str(trace)]}, url, name, log)})
             keep()
     return result

@@ -46,12 +46,18 @@ def test_requests_force_tokens_per_forward_from_a_seed(tmp_path: Path, seed: int
     point["count"] = None
     given = options(seed=seed, block=block)
     one, other, again = (
-        over_http.written(tmp_path / f"{number}", point, given, SDAR, words) for number, words in enumerate("aba")
+        over_http.written(tmp_path / f"{number}", point, given, SDAR, counted=counted)
+        for number, counted in enumerate((True, False, True))
     )
     assert one.read_text() == again.read_text()
     found, others = ([*asked(over_http.load_of(path, point))] for path in (one, other))
     assert [(a.at_s, a.tokens, a.body) for a in found] == [(a.at_s, a.tokens, a.body) for a in others]
-    assert not {a.prompt for a in found} & {a.prompt for a in others}
+    longer = over_http.written(tmp_path / "l", {**point, "count": 3}, options(answer=999), SDAR, counted=seed % 2 == 0)
+    more = [*asked(over_http.load_of(longer, point))]
+    assert {(a.tokens, len(str(a.prompt).split())) for a in more} == {
+        (999, 8) if seed % 2 == 0 else (256, 8 + 999 - 256)
+    }
+    assert len({a.prompt for a in (*found, *others, *more)}) == 3 * 2000
     assert all(len(str(a.prompt).split()) == 8 and a.tokens == 12 for a in found)
     steps = [a.body["steps"] for a in found]
     assert block / statistics.mean(steps) == pytest.approx(per_forward, rel=0.03) and max(steps) - min(steps) <= 1
@@ -73,7 +79,7 @@ def test_the_engine_alone_keeps_as_many_in_flight_and_takes_the_steps_that_are_f
     with mosaic.compile(CONFIGS["sdar"], seed=3, host_budget=0) as model, Session(model) as session:
         for per_forward in (2.0, 3.0, 4.0):
             point = {"load": "closed loop", "eviction": "off", "per_forward": per_forward, "requests": 7, "count": 3}
-            trace = over_http.written(tmp_path / "trace", point, given, SDAR, "words")
+            trace = over_http.written(tmp_path / "trace", point, given, SDAR)
             live.clear()
             found = served(session, SDAR.architecture, str(trace), point)
             assert (found["tokens"], found["prompt_tokens"], found["failed"]) == (7 * 12, 7 * 8, 0)
