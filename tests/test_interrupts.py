@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -120,7 +121,7 @@ def test_a_signal_between_two_handlers_leaves_all_of_them_as_they_were(
             return found
 
         with monkeypatch.context() as patch, pytest.raises(Struck):
-            patch.setattr(signal, "signal", counted)
+            patch.setattr("mosaic.runtime.interrupts.exchange", counted)
             with interrupts_held():
                 pass
         assert len({signal.getsignal(one) for one in HELD}) == 1
@@ -147,3 +148,23 @@ def test_what_stood_in_for_a_handler_calls_it_afterwards() -> None:
         signal.raise_signal(signal.SIGTERM)
     raising = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGTERM, raising)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_the_thread_that_forked_holds_in_the_child() -> None:
+    """It is the child's main thread, which handlers interrupt."""
+    statuses: list[int] = []
+
+    def fork() -> None:
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGTERM, lambda number, frame: os._exit(1))
+            with interrupts_held():
+                signal.raise_signal(signal.SIGTERM)
+                os._exit(0)
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    assert statuses == [0]

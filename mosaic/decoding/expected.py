@@ -36,7 +36,7 @@ def go_on(columns: NDArray[np.int64], step: Launched, usual: int) -> None:
     decides = order[(asks & ~asked.fills)[order]]
     tokens = length[decides].cumsum()
     fit = (tokens <= step.room.tokens) & (asked.rows[decides].cumsum() <= step.room.rows)
-    served, used = decides[fit], int(tokens[fit][-1]) if fit.any() else 0
+    served, used = decides[fit], int(tokens[fit][-1]) if np.logical_or.reduce(fit) else 0
     fills = order[(asks & asked.fills)[order]]
     before = length[fills].cumsum() - length[fills]
     given = np.minimum(np.maximum(step.room.tokens - used - before, 0), length[fills])

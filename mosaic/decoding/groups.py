@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
+
 from mosaic.decoding.rows import RULE
 from mosaic.errors import UsageError
 from mosaic.models.parts import KEPT, CachePolicy, CommitRule, Cut
@@ -67,14 +69,14 @@ class Groups:
             If there are too many.
         """
         asked = Group(row.cache, row.cut, row.commit)
-        if asked not in self._numbers:
+        if (found := self._numbers.get(asked)) is None:
             group = Group(asked.cache.covering, asked.cut, asked.commit.covering)
             if group not in self._groups:
                 if len(self) == MOST:
                     raise UsageError(f"a session serves {MOST} combinations of policies: open another one for more.")
                 self._groups.append(group)
-            self._numbers[asked] = self._groups.index(group)
-        return self._numbers[asked]
+            found = self._numbers[asked] = self._groups.index(group)
+        return found
 
     def mixes(self, numbers: Iterable[int]) -> bool:
         """Return whether some of these groups select keys and others attend to all."""
@@ -83,7 +85,7 @@ class Groups:
     def choices(self, asked: Wanted) -> list[tuple[int, ...]]:
         """Return the groups of the next step: all that share it with the one that has waited longest, then that one alone."""
         asking = {*asked.group[asked.running & ~asked.fills].tolist()}
-        if (asked.running & asked.fills).any():
+        if np.logical_or.reduce(asked.running & asked.fills):
             asking.add(_PROMPTS)
         if not asking:
             return []

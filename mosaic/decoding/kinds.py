@@ -46,7 +46,7 @@ def first_tokens(
     """Tokens without which a step serves neither the first of those who decide nor the first prompt, which can be cut."""
     needs = np.where(fills, np.minimum(columns[:, Column.SPAN], length), length)
     order = turns(columns).argsort(kind="stable")
-    return max(int(needs[order[asks[order]][:1]].sum()) for asks in (decides, fills))
+    return max([int(np.add.reduce(needs[order[asks[order]][:1]])) for asks in (decides, fills)])
 
 
 def phase_of(kinds: Collection[Kind], *, marked: bool) -> Phase:

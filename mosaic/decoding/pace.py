@@ -53,7 +53,7 @@ class Pace:
         if counts:
             blocks = (served.decided > 0) | (served.report[:, Reported.BEGIN] >= prefix)
             own = int(np.add.reduce(served.report[blocks, Reported.TOKENS]))
-            prompts = 0 if blocks.all() else step.room.tokens - own
+            prompts = 0 if np.logical_and.reduce(blocks) else step.room.tokens - own
             self.note(step.groups, prompts, 1e3 * (self._arrived - began), own)
 
     def note(self, groups: int, tokens: int, ms: float, blocks: int = 0) -> None:

@@ -102,12 +102,12 @@ class Scheduler:
     @property
     def count(self) -> int:
         """How many requests there are."""
-        return len(self._waiting) + int(self._live.sum())
+        return len(self._waiting) + int(np.add.reduce(self._live))
 
     @property
     def live(self) -> bool:
         """Whether there is one."""
-        return bool(self._waiting) or bool(self._live.any())
+        return bool(self._waiting) or bool(np.logical_or.reduce(self._live))
 
     def admits(self, rows: Iterable[TableRow], more: Mapping[State, int], gone: Collection[TabledRequest] = ()) -> bool:
         """Return whether steps fit that serve all live requests but those who have `gone`, and these at once, once `more` rows of
@@ -204,13 +204,14 @@ class Scheduler:
     def _shared(self, rows: Iterable[TableRow], gone: Iterable[TabledRequest] = ()) -> list[Room]:
         """The room of each group's step that serves all blocks of live requests, but those who have `gone`, and of these. Steps
         take `most_tokens` at most, unless one request needs more, and of whole canvases one at a time."""
-        kinds, more = self._kinds, Counter(kind for row in rows for kind in self._kinds_of(row))
-        less = Counter(kind for request in gone for kind in self._kinds_of(request.row))
-        changed, found = {kind.group for kind in (*more, *less)}, list[Room]()
-        for group in dict.fromkeys(kind.group for kind in (*kinds, *more)):
+        more = [kind for row in rows for kind in self._kinds_of(row)]
+        less = [kind for request in gone for kind in self._kinds_of(request.row)]
+        kinds, changed, found = self._kinds, {kind.group for kind in (*more, *less)}, list[Room]()
+        for group in dict.fromkeys([kind.group for kind in (*kinds, *more)]):
             if group in changed or group not in self._rooms:
-                mine = [kind for kind in {**kinds, **more} if kind.group == group]
-                count_of = {kind: count for kind in mine if (count := kinds[kind] + more[kind] - less[kind]) > 0}
+                mine = [kind for kind in dict.fromkeys((*kinds, *more)) if kind.group == group]
+                counts = ((kind, kinds[kind] + more.count(kind) - less.count(kind)) for kind in mine)
+                count_of = {kind: count for kind, count in counts if count > 0}
                 found += [self._room_of(group, count_of)] if count_of else []
                 self._rooms |= {} if group in changed else {group: found[-1]}
             else:
@@ -219,9 +220,9 @@ class Scheduler:
 
     def _room_of(self, group: int, mine: Mapping[Kind, int]) -> Room:
         needed, block, _ = needs_of(kinds := self._beside((group,), mine))
-        usual = sum(usual_tokens(kind) * count for kind, count in mine.items())
+        usual = sum([usual_tokens(kind) * count for kind, count in mine.items()])
         blocks = self._rung(max(needed, min(usual, self._most(block))), block)
-        decides = sum(kind.rows * count for kind, count in mine.items())
+        decides = sum([kind.rows * count for kind, count in mine.items()])
         return Room.of(phase_of(kinds, marked=True), sum(mine.values()), blocks, block, decides)
 
     def _beside(self, groups: Collection[int], kinds: Iterable[Kind]) -> list[Kind]:
@@ -412,19 +413,19 @@ class Scheduler:
         asks = asked.running & asked_of(asked, bits(groups))
         length = asked.length
         decides, fills = asks & ~asked.fills, asks & asked.fills
-        deciding, prompts = int(length[decides].sum()), int(length[fills].sum())
+        deciding, prompts = int(np.add.reduce(length[decides])), int(np.add.reduce(length[fills]))
         kinds = self._beside(groups, [kind for kind in self._kinds if kind.group in groups])
         _, block, own_rows = needs_of(kinds)
-        rows = min(max(int(asked.rows[decides].sum()), own_rows), deciding or own_rows)
-        first = first_tokens(columns, length, decides, fills)
+        rows = min(max(int(np.add.reduce(asked.rows[decides])), own_rows), deciding or own_rows)
+        first, limit = first_tokens(columns, length, decides, fills), self._most(block)
         usual = 0 if self._knows(columns[decides]) else max(map(usual_tokens, kinds))
-        least = max(first, min(max(deciding, usual), self._most(block)))
-        most = max(least, min(deciding + prompts, self._most(block)))
-        marked = self._groups.mixes(groups) or bool(asked.marked[decides].any())
+        least = max(first, min(max(deciding, usual), limit))
+        most = max(least, min(deciding + prompts, limit))
+        marked = self._groups.mixes(groups) or bool(np.logical_or.reduce(asked.marked[decides]))
         phase, served = phase_of(kinds, marked=marked), bits(groups)
-        fewest, blocks, own = (self._rung(tokens, block) for tokens in (first, most, least))
+        fewest, blocks, own = self._rung(first, block), self._rung(most, block), self._rung(least, block)
         alone = Room.of(phase, 1, fewest, block, own_rows)
-        asking = partial(Room.of, phase, int(asks.sum()), block=block, rows=rows)
+        asking = partial(Room.of, phase, int(np.add.reduce(asks)), block=block, rows=rows)
         table = self._table
         table.cover(alone, asking(blocks=own))
         if alone.tokens > self._most_tokens:  # what its rung has left is nobody's: the limit is for all but one

@@ -9,7 +9,6 @@ beside all live requests of its model's sessions.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
@@ -267,8 +266,8 @@ class Session(ClosesOnExit):
         tables = self._shared.tables
         if not all(table.admits(tabled if table is self._scheduler else (), rows) for table in tables):
             return False
-        if self._scheduler is not None:
-            self._scheduler.keep_idle(tabled, rows, alone=len(tables) == 1 and not sizes)
+        if (scheduler := self._scheduler) is not None:
+            scheduler.keep_idle(tabled, rows, alone=len(tables) == 1 and not sizes)
         return True
 
     def _refuse(self, more: Sequence[Described]) -> None:
@@ -290,11 +289,12 @@ class Session(ClosesOnExit):
                 steps=steps, never=never,
             ) from None  # fmt: skip
 
-    def _asked(self, more: Sequence[Described]) -> tuple[list[StepSize], list[TableRow], Counter[State]]:
+    def _asked(self, more: Sequence[Described]) -> tuple[list[StepSize], list[TableRow], dict[State, int]]:
         """The largest steps that generators may share, who comes to the table, and the rows that `more` take."""
-        rows: Counter[State] = Counter()
+        rows: dict[State, int] = {}
         for described in more:
-            rows.update(described.taken)
+            for state, count in described.taken.items():
+                rows[state] = rows.get(state, 0) + count
         tabled = [described.row for described in more if described.row is not None]
         if tabled and self._table is not None:
             rows[REQUESTS] = self._table.rows_to_open

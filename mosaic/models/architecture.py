@@ -306,7 +306,7 @@ class Architecture:
             total += 3 * self.hidden * (ffn.size * max(ffn.experts, 1) + ffn.shared)
         return total
 
-    @property
+    @cached_property
     def max_context(self) -> int:
         """Positions that the model was trained for, or that its rotary scaling reaches; 0 if unknown."""
         stretched = self.rotary.factor * (self.rotary.original or self.max_positions)

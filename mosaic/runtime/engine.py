@@ -184,20 +184,21 @@ class Engine:
         UsageError
             If another state of the same name has a table.
         """
-        other = next((known for known in self._tables if known.name == state.name and known != state), None)
-        if other is not None:
-            raise UsageError(f"the state '{state.name}' is {other}, asked for {state}: give one of them another name.")
-        if state not in self._tables:
+        if (found := self._tables.get(state)) is None:
+            if other := next((known for known in self._tables if known.name == state.name), None):
+                raise UsageError(
+                    f"the state '{state.name}' is {other}, asked for {state}: give one of them another name."
+                )
             taken = self._fresh.setdefault(state, []).extend if self.debug == "poison" else None
-            self._tables[state] = RowTable(
+            found = self._tables[state] = RowTable(
                 state.name, extents=state.extents, together=state.together, turns=self.turns, taken=taken
             )
-        return self._tables[state]
+        return found
 
     @property
     def changes(self) -> int:
         """How often rows of states changed hands."""
-        return sum(table.changes for table in self._tables.values())
+        return sum([table.changes for table in self._tables.values()])
 
     @property
     def states(self) -> dict[State, int]:
@@ -207,11 +208,10 @@ class Engine:
     def states_with(self, more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> dict[State, int]:
         """Return the rows of each state once owners have `gone` and `more` are taken: rows that nobody owns come first."""
         before = {state: table.room(0, gone) for state, table in self._tables.items()} if gone else self.states
-        with_more = {
-            state: self._tables[state].room(count, gone) if state in self._tables else count
-            for state, count in more.items()
-        }
-        return before | with_more
+        for state, count in more.items():
+            table = self._tables.get(state)
+            before[state] = count if table is None else table.room(count, gone)
+        return before
 
     def commit_rows(self, table: RowTable, row_bytes: int) -> None:
         """Let all rows of a state be memory before a step needs them, as `StepMemory.commit_rows`."""

@@ -6,9 +6,11 @@ own may: a server's for SIGTERM, a test's for SIGALRM. Other threads are never i
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from _signal import getsignal  # type: ignore[import-not-found]
+from _signal import signal as exchange
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, Self
@@ -19,7 +21,17 @@ SIGNALS: Final = tuple(
     if hasattr(signal, name)
 )
 """Signals that ask a process to end, ring a timer, or are free for users. Every step asks for the handlers of all of them, so
-`getsignal` is the one in C: that in `signal` makes an enum of each answer, in five calls."""
+`getsignal` and `exchange` are those in C: those in `signal` make an enum of each answer, in five calls."""
+_main: int | None = threading.main_thread().ident
+
+
+def _forked() -> None:
+    global _main
+    _main = threading.get_ident()  # whichever thread forked is the child's main one
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 class _Hold:
@@ -38,7 +50,7 @@ class _Hold:
                 handler = getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
-                    signal.signal(number, self._strike)
+                    exchange(number, self._strike)
         except BaseException:  # a handler raised between two replacements
             self.end()
             raise
@@ -54,7 +66,7 @@ class _Hold:
     def _put_back(self) -> None:
         for number, handler in self._handlers.items():
             if getsignal(number) == self._strike:  # else a callback installed its own handler
-                signal.signal(number, handler)
+                exchange(number, handler)
         self._ended = True
 
     def _strike(self, number: int, frame: FrameType | None) -> None:
@@ -95,7 +107,7 @@ class interrupts_held:
 
     def __enter__(self) -> Self:
         global _hold
-        self._mine = threading.current_thread() is threading.main_thread()
+        self._mine = threading.get_ident() == _main
         if not self._mine:
             return self
         self._outermost, self._open = _hold is None, True
@@ -131,7 +143,7 @@ class interrupts_held:
 
 def hear_interrupts() -> None:
     """Call the handlers of signals that struck, within a block that holds them: for waits, which hand nothing over."""
-    if _hold is not None and threading.current_thread() is threading.main_thread():
+    if _hold is not None and threading.get_ident() == _main:
         _hold.raise_pending()
 
 
@@ -142,7 +154,7 @@ class interrupts_let_through:
     """
 
     def __enter__(self) -> None:
-        self._hold = _hold if threading.current_thread() is threading.main_thread() else None
+        self._hold = _hold if threading.get_ident() == _main else None
         if self._hold is not None:
             self._open, self._hold.open = self._hold.open, True
 

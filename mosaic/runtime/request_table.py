@@ -329,7 +329,7 @@ class RequestTable:
 
     def _states(self, more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> dict[State, int]:
         """Return the rows of each state once owners have `gone` and `more` are taken, and the keys that are seen, if more."""
-        keys, rest = self._engine.table(KV), {state: count for state, count in more.items() if state != SEEN}
+        keys, rest = self._engine.table(KV), {state: count for state, count in more.items() if state is not SEEN}
         states = self._engine.states_with(rest, gone)
         left = keys.positions - sum(owned.length for owned in gone if owned.is_of(keys))
         seen = left + max(more.get(KV, 0), more.get(SEEN, 0))

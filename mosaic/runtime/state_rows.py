@@ -226,9 +226,10 @@ class RowTable:
         """Take rows back; those of extents that have another owner stay that one's."""
         self.changes += 1
         for span in rows:
-            if span in self._sharers:
-                self._sharers -= Counter([span])  # leaves out those of nobody else
+            if (others := self._sharers[span]) > 0:
+                self._sharers[span] = others - 1
                 continue
+            del self._sharers[span]
             self._free = joined([*self._free, span])
             if span in self._noted:
                 self._idle[span] = None

@@ -184,7 +184,7 @@ def wanted(table_SC: Ints) -> Wanted:
     )
     end[to_end] = span_end[to_end]
     end[closing] = seen[closing] = start[closing]
-    if (packed := column[Column.WINDOW] == PACKED).any():
+    if np.logical_or.reduce(packed := column[Column.WINDOW] == PACKED):
         narrow, (low, high, kept) = packed & (column[Column.WIDE] == 0), packed_spans(table_SC)
         begin -= narrow & (column[Column.SHIFTED] != 0) & (column[Column.NUMBER] == 0)
         seen[packed] = (narrow * (kept + high - low))[packed]
