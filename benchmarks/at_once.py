@@ -31,6 +31,8 @@ WARMING: Final = 2
 """Passes before these: a size of step is bound when it first comes, and captured when it comes again."""
 PROBED: Final = 8
 """Steps halfway whose Python calls are counted, and as many again that are profiled."""
+WITHIN_US: Final = 5.0
+"""A gap between kernels up to which the card starts the next one of a graph: it waits for no host."""
 
 
 _METER: Final = getsourcefile(Meter)
@@ -66,7 +68,8 @@ def at_once(
         "of_floor": wall / (1e3 * sum(step.floor_s(floor) for step in served)), "warm_sizes": warm_sizes, "new_sizes": new_sizes,
     }  # fmt: skip
     halfway = len(passes[-1].steps_ms) // 2
-    near = statistics.median(passes[-1].steps_ms[halfway : halfway + 2 * PROBED])
+    same = slice(halfway + PROBED, halfway + 2 * PROBED)  # as those that are profiled: steps of one pass differ in size
+    near = min([statistics.fmean(one.steps_ms[same] or one.steps_ms) for one in passes])
     return found | _probed(Meter(model, tabled=tabled), halfway, near, **serve)
 
 
@@ -119,27 +122,30 @@ def _probed(meter: Meter, halfway: int, step_ms: float, **serve: Any) -> dict[st
             session.advance(PROBED)
             synchronise(cuda=True)
     events = [event for event in profiled.events() if event.device_type.name == "CUDA"]
-    busy = busy_ms([(event.time_range.start, event.time_range.end) for event in events]) / PROBED
+    intervals = [(event.time_range.start, event.time_range.end) for event in events]
+    busy, runs = (busy_ms(intervals, within) / PROBED for within in (0.0, WITHIN_US))
     kinds = kernel_ms([(event.name, event.device_time) for event in events], PROBED)
-    return {**found, "device_ms": busy, "host_ms": step_ms - busy, "kernels_ms": kinds}
+    return {**found, "device_ms": busy, "between_ms": runs - busy, "host_ms": step_ms - runs, "kernels_ms": kinds}
 
 
-def busy_ms(intervals: Sequence[tuple[float, float]]) -> float:
-    """Return the milliseconds in which any of some intervals of microseconds is.
+def busy_ms(intervals: Sequence[tuple[float, float]], within: float = 0.0) -> float:
+    """Return the milliseconds in which any of some intervals of microseconds is, gaps of at most `within` microseconds included.
 
     >>> busy_ms([(0, 2000), (1000, 3000), (5000, 6000)])
     4.0
+    >>> busy_ms([(0, 2000), (2003, 3000), (5000, 6000)], within=5)
+    4.0
     """
-    busy = end = 0.0
+    busy, end = 0.0, min([start for start, _ in intervals], default=0.0)
     for start, stop in sorted(intervals):
-        busy += max(stop - max(start, end), 0)
+        busy += max(stop - (end if start - end <= within else start), 0)
         end = max(end, stop)
     return busy / 1e3
 
 
 AT_ONCE: Final = (
     "requests", "tokens/s", "steps", *TIMES, "useful rows", "of the floor", "new sizes",
-    "Python calls", "device, ms", "beyond it, ms", "kernels: products, attention, selection, others, ms",
+    "Python calls", "device, ms", "between kernels, ms", "beyond it, ms", "kernels: products, attention, selection, others, ms",
 )  # fmt: skip
 
 
@@ -149,5 +155,5 @@ def at_once_row(point: Mapping[str, Any]) -> list[str]:
     return [
         f"{point['count']}", f"{point['tokens_per_s']:,.0f}", f"{point['steps']:,.0f}", *shown_times(point),
         f"{point['useful']:.1%}", f"{point['of_floor']:.2f}", f"{point['new_sizes']}", f"{point['python_calls']:,.0f}",
-        *(f"{point[name]:.2f}" if name in point else "" for name in ("device_ms", "host_ms")), kernels,
+        *(f"{point[name]:.2f}" if name in point else "" for name in ("device_ms", "between_ms", "host_ms")), kernels,
     ]  # fmt: skip

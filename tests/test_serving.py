@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Iterator
 from itertools import islice
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -62,7 +64,37 @@ def test_requests_at_once_are_timed_and_counted(sdar: CompiledModel) -> None:
 
 
 def test_a_device_is_busy_while_any_kernel_runs() -> None:
-    assert at_once.busy_ms([(0, 2000), (5000, 6000), (1000, 3000), (1200, 1300)]) == 4.0
+    intervals = [(0, 2000), (5000, 6000), (1000, 3000), (1200, 1300), (6005, 7005)]
+    assert at_once.busy_ms(intervals) == 5.0 and at_once.busy_ms(intervals, within=5.0) == 5.005
+
+
+def test_a_step_calls_as_often_for_many_requests_as_for_one(sdar: CompiledModel) -> None:
+    """Python's own calls, but those of kernels, which a device has none of."""
+
+    def calls(requests: int) -> int:
+        found = list[int]()
+        with Session(sdar) as session:
+            for _ in range(requests):
+                session.submit([7] * 9, gen_length=80, stop_at_eos=False, **WAY)
+            session.advance(2)
+            for _ in range(9):
+                within, called = 0, 0
+
+                def note(frame: FrameType, event: str, _given: object) -> None:
+                    nonlocal within, called
+                    kernel = "/mosaic/kernels/" in frame.f_code.co_filename
+                    within += kernel * ((event == "call") - (event == "return"))
+                    called += event == "call" and not within
+
+                sys.setprofile(note)
+                session.advance()
+                sys.setprofile(None)
+                found.append(called)
+        return statistics.median_low(found)
+
+    calls(12)  # plans and bindings are made
+    one, many = calls(1), calls(12)
+    assert abs(many - one) <= 10 and many < 225
 
 
 @pytest.mark.soak
