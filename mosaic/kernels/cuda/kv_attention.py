@@ -6,14 +6,16 @@ at position p, those before (p // block + 1) * block; with `sees`, those at posi
 unchanged.
 
 A tile's rows are tokens of one sequence times the query heads of one KV head, so that these share what is read of kv
-(FlashAttention, Dao et al. 2022, with grouped queries packed). The keys of a sequence are cut into segments, as `kv_segments`
-says, by its own window and keys alone. Each has results of its own, which are joined in order. Where scratch has room for
-them, each segment has a program (Flash-Decoding, Dao et al. 2023), which leaves them there, and a second launch joins them.
-Elsewhere one program joins as it goes, to the same bits. Lengths are read on the device alone: how many programs start
-depends on shapes, so a captured launch serves other lengths. Only tiles of keys that not every row sees whole are masked. Keys of
-one layer and head lie side by side within an extent, so they are read as rows of a matrix, not one by one. `prefix_attention` is
-the same launch: whatever writes a row of y has its maximum and its sum, and writes their logarithm too. Legend: T query rows, R
-rows, L layers, B sequences, X extents, N query heads, K KV heads, H head size.
+(FlashAttention, Dao et al. 2022, with grouped queries packed). Where windows may be much longer than their mean, as a prompt's
+chunk among blocks, the long ones have large tiles in a launch of their own: in tiles of a block's size they would read their
+keys again for every few tokens. The keys of a sequence are cut into segments, as `kv_segments` says, by its own window and keys
+alone. Each has results of its own, which are joined in order. Where scratch has room for them, each segment has a program
+(Flash-Decoding, Dao et al. 2023), which leaves them there, and a second launch joins them. Elsewhere one program joins as it
+goes, to the same bits. Lengths are read on the device alone: how many programs start depends on shapes, so a captured launch
+serves other lengths. Only tiles of keys that not every row sees whole are masked. Keys of one layer and head lie side by side
+within an extent, so they are read as rows of a matrix, not one by one. `prefix_attention` is the same launch: whatever writes a
+row of y has its maximum and its sum, and writes their logarithm too. Legend: T query rows, R rows, L layers, B sequences, X
+extents, N query heads, K KV heads, H head size.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ HOPPER: Final = {2: (*FEW, Tile(64, 64, 0, 4, 3), Tile(128, 64, 0, 8, 4)), 4: FU
 TILES: Final = {80: SMALL, 90: HOPPER, 120: SMALL}
 NARROW: Final = {2: (Tile(16, 32, 0, 4, 2), Tile(64, 32, 0, 8, 2)), 4: (Tile(16, 16, 0, 4, 1),)}
 WIDEST: Final = 128
+MOST_TOKENS: Final = 2**31 - 1
 LARGE_ROWS: Final = 128
 """Rows of the tiles that cards may have a kernel of their own for."""
 Large: TypeAlias = Callable[..., None]
@@ -121,7 +124,7 @@ def joined(maximum, total, accumulator, part_maximum, part_total, part):
     return new_maximum, total, accumulator
 
 
-@triton.jit(do_not_specialize=["rows", "row_start", "sequences", "capacity", "layer"])
+@triton.jit(do_not_specialize=["rows", "row_start", "sequences", "fewest", "most", "capacity", "layer"])
 def kv_attention_kernel(
     q,
     kv,
@@ -140,6 +143,8 @@ def kv_attention_kernel(
     rows,
     row_start,
     sequences,
+    fewest,
+    most,
     capacity,
     layer,
     scale_log2,
@@ -165,7 +170,7 @@ def kv_attention_kernel(
     TOKENS: tl.constexpr = BLOCK_Q // PART
     tile = tl.program_id(0)
     kv_head = tl.program_id(1) // PARTS
-    first, last, number = find_tile(tile, cu_seqlens, sequences, row_start, rows, TOKENS, SEQUENCES)
+    first, last, number = find_tile(tile, cu_seqlens, sequences, row_start, rows, TOKENS, SEQUENCES, fewest, most)
     sequence, starts, windows, shares, counts, begins = segments_of(
         cu_seqlens, seen, sequences, capacity, SEQUENCES, SEGMENTS, SEGMENT_KEYS, SEGMENT_TOKENS, ALIGNED
     )
@@ -343,7 +348,6 @@ def launch(
     group = q.shape[1] // (kv_heads * head_size)
     rows, sequences, all_heads = q.shape[0], cu_seqlens.shape[0] - 1, group * kv_heads
     item = max(q.element_size(), kv.element_size())
-    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size, fixed=fixed, item=item)
     room = 0 if scratch is None else scratch.numel() // (4 * all_heads * (head_size + 2))
     # rows of results, then their maxima, then their sums; a sequence sees no more keys than the state has rows
     splits = min(KV_SEGMENTS, -(-kv.shape[0] // KV_SEGMENT_KEYS)) if room > 1 else 1
@@ -355,28 +359,32 @@ def launch(
         "SEGMENT_TOKENS": KV_SEGMENT_TOKENS,
         "ALIGNED": KV_SEGMENT_ALIGNED,
     }
-    constants = {**segments, "HEADS": kv_heads, "GROUP": group, "PART": part, "SIZE": head_size, "SEEN": block}
     sums = y if logsumexp is None else logsumexp
-    constants |= {"SPLIT": splits > 1, "SUMS": logsumexp is not None, "BLOCK_Q": tile.rows, "BLOCK_K": tile.columns}
-    sizes = (y.stride(0), sums.stride(0), rows, row_start, sequences, room, layer, scale / math.log(2))
     operands = (extents, cu_extents, seen, cu_seqlens, positions, y, sums, partials, q.stride(0))
     wide = power_of_two(head_size, 1 << 16, least=DOT_MINIMUM)
-    if large is not None and tile.rows == LARGE_ROWS and sees is None:
-        large((tiles, heads, splits), q, kv, operands, sizes, constants)
-    else:
-        kv_attention_kernel[(tiles, heads, splits)](
-            q,
-            kv,
-            *operands,
-            kv.stride(0),
-            *sizes,
-            positions if sees is None else sees,
-            **constants,
-            SEES=sees is not None,
-            BLOCK_H=wide,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+    for tile, part, tiles, heads, fewest, most in cuts_of(
+        q, sequences, group, kv_heads, head_size, fixed=fixed, item=item
+    ):
+        constants = {**segments, "HEADS": kv_heads, "GROUP": group, "PART": part, "SIZE": head_size, "SEEN": block}
+        constants |= {"SPLIT": splits > 1, "SUMS": logsumexp is not None, "BLOCK_Q": tile.rows, "BLOCK_K": tile.columns}
+        lengths = (rows, row_start, sequences, fewest, most, room)
+        sizes = (y.stride(0), sums.stride(0), *lengths, layer, scale / math.log(2))
+        if large is not None and tile.rows == LARGE_ROWS and sees is None:
+            large((tiles, heads, splits), q, kv, operands, sizes, constants)
+        else:
+            kv_attention_kernel[(tiles, heads, splits)](
+                q,
+                kv,
+                *operands,
+                kv.stride(0),
+                *sizes,
+                positions if sees is None else sees,
+                **constants,
+                SEES=sees is not None,
+                BLOCK_H=wide,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+            )
     if splits == 1:
         return
     join_segments_kernel[(rows, -(-all_heads // JOINED_HEADS))](
@@ -402,12 +410,15 @@ def launch(
 
 
 class Cut(NamedTuple):
-    """The cut of query rows: into `tiles` tiles, whose rows are tokens times `part` heads, each for `heads` parts of heads."""
+    """The cut of query rows: into `tiles` tiles, whose rows are tokens times `part` heads, each for `heads` parts of heads; of the
+    windows that have from `fewest` to `most` tokens."""
 
     tile: Tile
     part: int
     tiles: int
     heads: int
+    fewest: int = 0
+    most: int = MOST_TOKENS
 
 
 def cut_of(
@@ -421,6 +432,22 @@ def cut_of(
     part = min(group, tile.rows)
     tokens = tile.rows // part
     return Cut(tile, part, (rows + sequences * (tokens - 1)) // tokens, heads * -(-group // part))
+
+
+def cuts_of(
+    q: Tensor, sequences: int, group: int, heads: int, head_size: int, *, fixed: bool, item: int
+) -> tuple[Cut, ...]:  # fmt: skip
+    """Cut windows of about the mean length as `cut_of` does, and those that fill most of a larger tile into such tiles, where rows
+    would be enough for two of these."""
+    rows, own = q.shape[0], cut_of(q, sequences, group, heads, head_size, fixed=fixed, item=item)
+    tile = tile_of(q, head_size, rows * group, item)
+    part = min(group, tile.rows)
+    tokens = tile.rows // part
+    if sequences == 1 or tile.rows <= own.tile.rows or rows < 2 * tokens:
+        return (own,)
+    short = tokens // 2
+    tiles = rows // tokens + rows // (short + 1)  # as many as there are whole, and one for the rest of each window
+    return own._replace(most=short), Cut(tile, part, tiles, heads * -(-group // part), fewest=short + 1)
 
 
 def tile_of(q: Tensor, head_size: int, rows: int, item: int = 0) -> Tile:

@@ -9,15 +9,21 @@ SEQUENCES: Final = 16
 
 
 @triton.jit
-def find_tile(tile, cu_seqlens, sequences, row_start, rows, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr):
-    """Where a tile lies among the tiles that the sequences' rows of this slice are cut into.
+def find_tile(
+    tile, cu_seqlens, sequences, row_start, rows, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr, fewest=0, most=2147483647,
+):  # fmt: skip
+    """Where a tile lies among the tiles that the sequences' rows of this slice are cut into; of those sequences that have from
+    `fewest` to `most` rows, in this slice or not.
 
     Its first row, the end of the sequence's rows, and the sequence; all 0 beyond the last tile.
     """
     sequence = tl.arange(0, SEQUENCES)
     known = sequence < sequences
-    start = tl.maximum(tl.load(cu_seqlens + sequence, mask=known, other=0) - row_start, 0)
-    end = tl.minimum(tl.load(cu_seqlens + sequence + 1, mask=known, other=0) - row_start, rows)
+    from_row = tl.load(cu_seqlens + sequence, mask=known, other=0)
+    to_row = tl.load(cu_seqlens + sequence + 1, mask=known, other=0)
+    start = tl.maximum(from_row - row_start, 0)
+    end = tl.minimum(to_row - row_start, rows)
+    known = known & (to_row - from_row >= fewest) & (to_row - from_row <= most)
     tiles = tl.where(known & (end > start), (end - start + TOKENS - 1) // TOKENS, 0)
     before = tl.cumsum(tiles, 0) - tiles
     mine = (tile >= before) & (tile < before + tiles)
