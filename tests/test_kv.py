@@ -561,35 +561,20 @@ def test_kv_attention_in_triton_may_overwrite_its_queries(segments: int, monkeyp
 @pytest.mark.parametrize("segments", [1, 3])
 def test_chunks_of_prompts_beside_blocks_in_triton(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short windows and long ones each have tiles of their own, once: rows that were overwritten would be read as queries."""
-    from mosaic.kernels.cuda.kv_attention import cuts_of
+    from mosaic.kernels.cuda.kv_attention import cut_of, long_rows_of
 
+    as_on_hopper(monkeypatch)
     cut_into(monkeypatch, segments)
     windows = [(4, 9 + 3 * number, 5 + 3 * number) for number in range(10)]
     windows[3:3], windows[6:6], windows[9:9] = [(26, 60, 34)], [(8, 30, 22)], [(9, 12, 3)]
     case = kv_case(windows, 4, 1, 8, BF16, block=4, padding=2)
-    short, long = cuts_of(case.operands["q"], len(windows), 4, 1, 8, fixed=False, item=2)
-    assert short.tile.rows < long.tile.rows and short.most == 8 and long.fewest == 9
+    own = cut_of(case.operands["q"], len(windows), 4, 1, 8).tile
+    assert own.rows == 32 and (long_rows_of(case.operands["q"], 8, own, 2) == 64 or not INTERPRETED)
     check_in_triton(case, {"y": "q"})
     for start, end in ((0, 24), (24, len(case.operands["q"]))):
         part = {name: case.operands[name][start:end] for name in ("q", "positions")}
         outputs = {"y": torch.empty(end - start, 32, dtype=BF16)}
         check_in_triton(Case("kv_attention", case.operands | part, outputs, case.attrs), row_start=start)
-
-
-@triton_test
-def test_windows_of_any_lengths_have_as_many_tiles_as_they_need() -> None:
-    from mosaic.kernels.cuda.kv_attention import cuts_of
-
-    rng = random.Random(7)
-    for _ in range(2000):
-        lengths = [rng.choice([1, 4, 8, 32, rng.randint(1, 700)]) for _ in range(rng.randint(1, 60))]
-        group = rng.choice([1, 2, 4, 7, 8])
-        q, served = torch.empty(sum(lengths), group * 8, dtype=BF16), list[int]()
-        for cut in cuts_of(q, len(lengths), group, 1, 8, fixed=rng.random() < 0.5, item=2):
-            mine = [length for length in lengths if cut.fewest <= length <= cut.most]
-            assert sum(-(-length // (cut.tile.rows // cut.part)) for length in mine) <= cut.tiles
-            served += mine
-        assert sorted(served) == sorted(lengths)
 
 
 @pytest.mark.grid(together=1)

@@ -151,7 +151,7 @@ def launch(
     """
     group = q.shape[1] // (kv_heads * head_size)
     sequences = cu_seqlens.shape[0] - 1
-    tile, part, tiles, heads, *_ = cut_of(q, sequences, group, kv_heads, head_size, fixed=fixed)
+    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size, fixed=fixed)
     # absent operands are not read
     states = (q, q) if kept is None or kept_sums is None else (kept, kept_sums)
     new = (q, q) if fresh is None or fresh_sums is None else (fresh, fresh_sums)

@@ -6,16 +6,16 @@ at position p, those before (p // block + 1) * block; with `sees`, those at posi
 unchanged.
 
 A tile's rows are tokens of one sequence times the query heads of one KV head, so that these share what is read of kv
-(FlashAttention, Dao et al. 2022, with grouped queries packed). Where windows may be much longer than their mean, as a prompt's
-chunk among blocks, the long ones have large tiles in a launch of their own: in tiles of a block's size they would read their
-keys again for every few tokens. The keys of a sequence are cut into segments, as `kv_segments` says, by its own window and keys
-alone. Each has results of its own, which are joined in order. Where scratch has room for them, each segment has a program
-(Flash-Decoding, Dao et al. 2023), which leaves them there, and a second launch joins them. Elsewhere one program joins as it
-goes, to the same bits. Lengths are read on the device alone: how many programs start depends on shapes, so a captured launch
-serves other lengths. Only tiles of keys that not every row sees whole are masked. Keys of one layer and head lie side by side
-within an extent, so they are read as rows of a matrix, not one by one. `prefix_attention` is the same launch: whatever writes a
-row of y has its maximum and its sum, and writes their logarithm too. Legend: T query rows, R rows, L layers, B sequences, X
-extents, N query heads, K KV heads, H head size.
+(FlashAttention, Dao et al. 2022, with grouped queries packed). Where tiles are of a mean window's size, windows that are much
+longer, as a prompt's chunk among blocks, have larger ones: else they would read their keys again for every few tokens. The keys
+of a sequence are cut into segments, as `kv_segments` says, by its own window and keys alone. Each has results of its own, which
+are joined in order. Where scratch has room for them, each segment has a program (Flash-Decoding, Dao et al. 2023), which leaves
+them there, and a second launch joins them. Elsewhere one program joins as it goes, to the same bits. Lengths are read on the
+device alone: how many programs start depends on shapes, so a captured launch serves other lengths. Only tiles of keys that not
+every row sees whole are masked. Keys of one layer and head lie side by side within an extent, so they are read as rows of a
+matrix, not one by one. `prefix_attention` is the same launch: whatever writes a row of y has its maximum and its sum, and
+writes their logarithm too. Legend: T query rows, R rows, L layers, B sequences, X extents, N query heads, K KV heads, H head
+size.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ HOPPER: Final = {2: (*FEW, Tile(64, 64, 0, 4, 3), Tile(128, 64, 0, 8, 4)), 4: FU
 TILES: Final = {80: SMALL, 90: HOPPER, 120: SMALL}
 NARROW: Final = {2: (Tile(16, 32, 0, 4, 2), Tile(64, 32, 0, 8, 2)), 4: (Tile(16, 16, 0, 4, 1),)}
 WIDEST: Final = 128
-MOST_TOKENS: Final = 2**31 - 1
 LARGE_ROWS: Final = 128
 """Rows of the tiles that cards may have a kernel of their own for."""
 Large: TypeAlias = Callable[..., None]
@@ -124,68 +123,17 @@ def joined(maximum, total, accumulator, part_maximum, part_total, part):
     return new_maximum, total, accumulator
 
 
-@triton.jit(do_not_specialize=["rows", "row_start", "sequences", "fewest", "most", "capacity", "layer"])
-def kv_attention_kernel(
-    q,
-    kv,
-    extents,
-    cu_extents,
-    seen,
-    cu_seqlens,
-    positions,
-    y,
-    logsumexp,
-    partials,
-    q_stride,
-    kv_stride,
-    y_stride,
-    sums_stride,
-    rows,
-    row_start,
-    sequences,
-    fewest,
-    most,
-    capacity,
-    layer,
-    scale_log2,
-    sees,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PART: tl.constexpr,
-    SIZE: tl.constexpr,
-    SEEN: tl.constexpr,
-    SEES: tl.constexpr,
-    SPLIT: tl.constexpr,
-    SUMS: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    SEGMENT_KEYS: tl.constexpr,
-    SEGMENT_TOKENS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+@triton.jit
+def attend_rows(
+    q, kv, extents, first_extent, last_extent, positions, y, logsumexp, partials, q_stride, kv_stride, y_stride, sums_stride,
+    row_start, capacity, layer, scale_log2, sees, first, last, keys, share, segment, segments, own, begin_part, window, start_row,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr, SEEN: tl.constexpr, SEES: tl.constexpr,
+    SPLIT: tl.constexpr, SUMS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A tile of `BLOCK_Q` rows of one sequence, over the keys of some of its segments."""
     PARTS: tl.constexpr = (GROUP + PART - 1) // PART
     TOKENS: tl.constexpr = BLOCK_Q // PART
-    tile = tl.program_id(0)
     kv_head = tl.program_id(1) // PARTS
-    first, last, number = find_tile(tile, cu_seqlens, sequences, row_start, rows, TOKENS, SEQUENCES, fewest, most)
-    sequence, starts, windows, shares, counts, begins = segments_of(
-        cu_seqlens, seen, sequences, capacity, SEQUENCES, SEGMENTS, SEGMENT_KEYS, SEGMENT_TOKENS, ALIGNED
-    )
-    keys = tl.load(seen + number)
-    share = of_one(shares, sequence, number)
-    segment = 0
-    segments = tl.where(last > first, of_one(counts, sequence, number), 0)
-    own = last < first  # whether each segment has a program of its own
-    if SPLIT:
-        begin_part = of_one(begins, sequence, number)
-        own = begin_part >= 0
-        segment = tl.program_id(2)
-        segments = tl.minimum(segments, tl.where(own, segment + 1, tl.where(segment == 0, SEGMENTS, 0)))
-        if segment >= segments:
-            return
     index = tl.arange(0, BLOCK_Q)
     row = first + index // PART
     member = tl.program_id(1) % PARTS * PART + index % PART
@@ -207,8 +155,6 @@ def kv_attention_kernel(
     mask = here[:, None] & (column < SIZE)[None, :]
     queries = tl.load(q + place, mask=mask, other=0.0)
     key = tl.arange(0, BLOCK_K)
-    first_extent = tl.load(cu_extents + number)
-    last_extent = tl.load(cu_extents + number + 1)
     all_maximum = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     all_total = tl.zeros([BLOCK_Q], tl.float32)
     all_accumulator = tl.zeros([BLOCK_Q, BLOCK_H], tl.float32)
@@ -250,8 +196,7 @@ def kv_attention_kernel(
                     queries, k_tile, v_tile, keep, scale_log2, maximum, total, accumulator, MASKED=True
                 )
         if SPLIT and own:
-            window = of_one(windows, sequence, number)
-            token = row + row_start - of_one(starts, sequence, number)
+            token = row + row_start - start_row
             partial = (begin_part + segment * window + token) * (HEADS * GROUP) + kv_head * GROUP + member
             tl.store(partials + partial.to(tl.int64)[:, None] * SIZE + column[None, :], accumulator, mask=mask)
             figures = partials + capacity.to(tl.int64) * (HEADS * GROUP * SIZE)
@@ -271,6 +216,101 @@ def kv_attention_kernel(
         if SUMS:
             line = row.to(tl.int64) * sums_stride + kv_head * GROUP + member
             tl.store(logsumexp + line, log_sum(all_maximum, all_total), mask=here & some)
+
+
+@triton.jit(do_not_specialize=["rows", "row_start", "sequences", "capacity", "layer"])
+def kv_attention_kernel(
+    q,
+    kv,
+    extents,
+    cu_extents,
+    seen,
+    cu_seqlens,
+    positions,
+    y,
+    logsumexp,
+    partials,
+    q_stride,
+    kv_stride,
+    y_stride,
+    sums_stride,
+    rows,
+    row_start,
+    sequences,
+    capacity,
+    layer,
+    scale_log2,
+    sees,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PART: tl.constexpr,
+    SIZE: tl.constexpr,
+    SEEN: tl.constexpr,
+    SEES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SUMS: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SEGMENT_KEYS: tl.constexpr,
+    SEGMENT_TOKENS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    LONG: tl.constexpr,
+    LONG_Q: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    if LONG:  # tiles of long windows are the last ones
+        turned = tl.num_programs(0) - 1 - tile
+        first, last, number = find_tile(
+            turned, cu_seqlens, sequences, row_start, rows, LONG_Q // PART, SEQUENCES, fewest=LONG
+        )
+        long = last > first
+        if last == first:
+            first, last, number = find_tile(
+                tile, cu_seqlens, sequences, row_start, rows, BLOCK_Q // PART, SEQUENCES, most=LONG - 1
+            )
+    else:
+        first, last, number = find_tile(tile, cu_seqlens, sequences, row_start, rows, BLOCK_Q // PART, SEQUENCES)
+    sequence, starts, windows, shares, counts, begins = segments_of(
+        cu_seqlens, seen, sequences, capacity, SEQUENCES, SEGMENTS, SEGMENT_KEYS, SEGMENT_TOKENS, ALIGNED
+    )
+    keys = tl.load(seen + number)
+    share = of_one(shares, sequence, number)
+    segment = 0
+    segments = tl.where(last > first, of_one(counts, sequence, number), 0)
+    own = last < first  # whether each segment has a program of its own
+    begin_part = of_one(begins, sequence, number)
+    if SPLIT:
+        own = begin_part >= 0
+        segment = tl.program_id(2)
+        segments = tl.minimum(segments, tl.where(own, segment + 1, tl.where(segment == 0, SEGMENTS, 0)))
+        if segment >= segments:
+            return
+    window = of_one(windows, sequence, number)
+    start_row = of_one(starts, sequence, number)
+    first_extent = tl.load(cu_extents + number)
+    last_extent = tl.load(cu_extents + number + 1)
+    if LONG:
+        if long:
+            attend_rows(
+                q, kv, extents, first_extent, last_extent, positions, y, logsumexp, partials, q_stride, kv_stride, y_stride,
+                sums_stride, row_start, capacity, layer, scale_log2, sees, first, last, keys, share, segment, segments, own,
+                begin_part, window, start_row, HEADS, GROUP, PART, SIZE, SEEN, SEES, SPLIT, SUMS, LONG_Q, BLOCK_K, BLOCK_H,
+            )  # fmt: skip
+        else:
+            attend_rows(
+                q, kv, extents, first_extent, last_extent, positions, y, logsumexp, partials, q_stride, kv_stride, y_stride,
+                sums_stride, row_start, capacity, layer, scale_log2, sees, first, last, keys, share, segment, segments, own,
+                begin_part, window, start_row, HEADS, GROUP, PART, SIZE, SEEN, SEES, SPLIT, SUMS, BLOCK_Q, BLOCK_K, BLOCK_H,
+            )  # fmt: skip
+    else:
+        attend_rows(
+            q, kv, extents, first_extent, last_extent, positions, y, logsumexp, partials, q_stride, kv_stride, y_stride,
+            sums_stride, row_start, capacity, layer, scale_log2, sees, first, last, keys, share, segment, segments, own,
+            begin_part, window, start_row, HEADS, GROUP, PART, SIZE, SEEN, SEES, SPLIT, SUMS, BLOCK_Q, BLOCK_K, BLOCK_H,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -348,6 +388,7 @@ def launch(
     group = q.shape[1] // (kv_heads * head_size)
     rows, sequences, all_heads = q.shape[0], cu_seqlens.shape[0] - 1, group * kv_heads
     item = max(q.element_size(), kv.element_size())
+    tile, part, tiles, heads = cut_of(q, sequences, group, kv_heads, head_size, fixed=fixed, item=item)
     room = 0 if scratch is None else scratch.numel() // (4 * all_heads * (head_size + 2))
     # rows of results, then their maxima, then their sums; a sequence sees no more keys than the state has rows
     splits = min(KV_SEGMENTS, -(-kv.shape[0] // KV_SEGMENT_KEYS)) if room > 1 else 1
@@ -359,32 +400,31 @@ def launch(
         "SEGMENT_TOKENS": KV_SEGMENT_TOKENS,
         "ALIGNED": KV_SEGMENT_ALIGNED,
     }
+    constants = {**segments, "HEADS": kv_heads, "GROUP": group, "PART": part, "SIZE": head_size, "SEEN": block}
     sums = y if logsumexp is None else logsumexp
+    constants |= {"SPLIT": splits > 1, "SUMS": logsumexp is not None, "BLOCK_Q": tile.rows, "BLOCK_K": tile.columns}
+    long_rows = long_rows_of(q, head_size, tile, item) if sequences > 1 else 0
+    sizes = (y.stride(0), sums.stride(0), rows, row_start, sequences, room, layer, scale / math.log(2))
     operands = (extents, cu_extents, seen, cu_seqlens, positions, y, sums, partials, q.stride(0))
     wide = power_of_two(head_size, 1 << 16, least=DOT_MINIMUM)
-    for tile, part, tiles, heads, fewest, most in cuts_of(
-        q, sequences, group, kv_heads, head_size, fixed=fixed, item=item
-    ):
-        constants = {**segments, "HEADS": kv_heads, "GROUP": group, "PART": part, "SIZE": head_size, "SEEN": block}
-        constants |= {"SPLIT": splits > 1, "SUMS": logsumexp is not None, "BLOCK_Q": tile.rows, "BLOCK_K": tile.columns}
-        lengths = (rows, row_start, sequences, fewest, most, room)
-        sizes = (y.stride(0), sums.stride(0), *lengths, layer, scale / math.log(2))
-        if large is not None and tile.rows == LARGE_ROWS and sees is None:
-            large((tiles, heads, splits), q, kv, operands, sizes, constants)
-        else:
-            kv_attention_kernel[(tiles, heads, splits)](
-                q,
-                kv,
-                *operands,
-                kv.stride(0),
-                *sizes,
-                positions if sees is None else sees,
-                **constants,
-                SEES=sees is not None,
-                BLOCK_H=wide,
-                num_warps=tile.warps,
-                num_stages=tile.stages,
-            )
+    if large is not None and tile.rows == LARGE_ROWS and sees is None:
+        large((tiles, heads, splits), q, kv, operands, sizes, constants)
+    else:
+        kv_attention_kernel[(tiles, heads, splits)](
+            q,
+            kv,
+            *operands,
+            kv.stride(0),
+            *sizes,
+            positions if sees is None else sees,
+            **constants,
+            SEES=sees is not None,
+            LONG=long_rows // part // 2 + 1 if long_rows else 0,
+            LONG_Q=long_rows,
+            BLOCK_H=wide,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
     if splits == 1:
         return
     join_segments_kernel[(rows, -(-all_heads // JOINED_HEADS))](
@@ -410,15 +450,12 @@ def launch(
 
 
 class Cut(NamedTuple):
-    """The cut of query rows: into `tiles` tiles, whose rows are tokens times `part` heads, each for `heads` parts of heads; of the
-    windows that have from `fewest` to `most` tokens."""
+    """The cut of query rows: into `tiles` tiles, whose rows are tokens times `part` heads, each for `heads` parts of heads."""
 
     tile: Tile
     part: int
     tiles: int
     heads: int
-    fewest: int = 0
-    most: int = MOST_TOKENS
 
 
 def cut_of(
@@ -434,27 +471,24 @@ def cut_of(
     return Cut(tile, part, (rows + sequences * (tokens - 1)) // tokens, heads * -(-group // part))
 
 
-def cuts_of(
-    q: Tensor, sequences: int, group: int, heads: int, head_size: int, *, fixed: bool, item: int
-) -> tuple[Cut, ...]:  # fmt: skip
-    """Cut windows of about the mean length as `cut_of` does, and those that fill most of a larger tile into such tiles, where rows
-    would be enough for two of these."""
-    rows, own = q.shape[0], cut_of(q, sequences, group, heads, head_size, fixed=fixed, item=item)
-    tile = tile_of(q, head_size, rows * group, item)
-    part = min(group, tile.rows)
-    tokens = tile.rows // part
-    if sequences == 1 or tile.rows <= own.tile.rows or rows < 2 * tokens:
-        return (own,)
-    short = tokens // 2
-    tiles = rows // tokens + rows // (short + 1)  # as many as there are whole, and one for the rest of each window
-    return own._replace(most=short), Cut(tile, part, tiles, heads * -(-group // part), fewest=short + 1)
+def long_rows_of(q: Tensor, head_size: int, tile: Tile, item: int) -> int:
+    """Return the rows of the largest tile that a launch of this one can have as well, for windows that are much longer than the
+    mean: with as many keys, warps and stages. 0 if it is the largest."""
+    tiles = tiles_of(q, head_size, item)
+    alike = [one.rows for one in tiles if one[1:] == tile[1:] and one.rows > tile.rows]
+    return max(alike, default=0)
 
 
 def tile_of(q: Tensor, head_size: int, rows: int, item: int = 0) -> Tile:
     """Choose the smallest tile that `rows` rows fit into, or the largest."""
-    table = since(TILES, q) if head_size <= WIDEST else NARROW
-    tiles = table[max(2, min(item or q.element_size(), 4))]
+    tiles = tiles_of(q, head_size, item)
     return next((tile for tile in tiles if tile.rows >= rows), tiles[-1])
+
+
+def tiles_of(q: Tensor, head_size: int, item: int = 0) -> Tiles:
+    """Return the tiles for such queries, the fewest rows first."""
+    table = since(TILES, q) if head_size <= WIDEST else NARROW
+    return table[max(2, min(item or q.element_size(), 4))]
 
 
 launch_invariant = partial(launch, fixed=True)

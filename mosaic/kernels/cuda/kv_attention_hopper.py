@@ -74,7 +74,7 @@ def _segments(
 
 @gluon.jit
 def _schedule(
-    cu_seqlens, seen, sequences, fewest, most, capacity, row_start, rows,
+    cu_seqlens, seen, sequences, capacity, row_start, rows,
     TOKENS: gl.constexpr, SEQUENCES: gl.constexpr, SEGMENTS: gl.constexpr, SEGMENT_KEYS: gl.constexpr,
     SEGMENT_TOKENS: gl.constexpr, ALIGNED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
@@ -104,14 +104,13 @@ def _schedule(
         all_keys = gl.load(seen + sequence, mask=known, other=0)
         start = gl.maximum(from_rows - row_start, 0)
         end = gl.minimum(to_rows - row_start, rows)
-        windows = to_rows - from_rows
-        known = known & (windows >= fewest) & (windows <= most)
         tiles = gl.where(known & (end > start), (end - start + TOKENS - 1) // TOKENS, 0)
         before = gl.associative_scan(tiles, 0, _plus) - tiles
         mine = (tile >= before) & (tile < before + tiles)
         first = gl.sum(gl.where(mine, start + (tile - before) * TOKENS, 0), 0)
         last = gl.sum(gl.where(mine, end, 0), 0)
         number = gl.sum(gl.where(mine, sequence, 0), 0)
+        windows = to_rows - from_rows
         shares, counts, all_parts = _segments(windows, all_keys, SEGMENTS, SEGMENT_KEYS, SEGMENT_TOKENS, ALIGNED)
         room = gl.associative_scan(all_parts, 0, _plus)
         begin = gl.where((all_parts > 0) & (room <= capacity), room - all_parts, -1)
@@ -324,10 +323,10 @@ def _attend(
             gl.store(logsumexp + line, log_sum, mask=here & sees)
 
 
-@gluon.jit(do_not_specialize=["rows", "row_start", "sequences", "fewest", "most", "capacity", "layer"])
+@gluon.jit(do_not_specialize=["rows", "row_start", "sequences", "capacity", "layer"])
 def kv_attention_tiles_kernel(
     q, kv, lines, extents, cu_extents, seen, cu_seqlens, positions, y, logsumexp, partials, q_stride, line_stride,
-    y_stride, sums_stride, rows, row_start, sequences, fewest, most, capacity, layer, scale_log2,
+    y_stride, sums_stride, rows, row_start, sequences, capacity, layer, scale_log2,
     HEADS: gl.constexpr, GROUP: gl.constexpr, PART: gl.constexpr, SIZE: gl.constexpr, SEEN: gl.constexpr,
     SPLIT: gl.constexpr, SUMS: gl.constexpr, SEQUENCES: gl.constexpr, SEGMENTS: gl.constexpr, SEGMENT_KEYS: gl.constexpr,
     SEGMENT_TOKENS: gl.constexpr, ALIGNED: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
@@ -338,8 +337,8 @@ def kv_attention_tiles_kernel(
     kv_head = gl.program_id(1) // PARTS
     part_head = gl.program_id(1) % PARTS * PART
     first, last, number, keys, share, segment, segments, begin_part, window, from_row = _schedule(
-        cu_seqlens, seen, sequences, fewest, most, capacity, row_start, rows, TOKENS, SEQUENCES, SEGMENTS, SEGMENT_KEYS,
-        SEGMENT_TOKENS, ALIGNED, SPLIT,
+        cu_seqlens, seen, sequences, capacity, row_start, rows, TOKENS, SEQUENCES, SEGMENTS, SEGMENT_KEYS, SEGMENT_TOKENS,
+        ALIGNED, SPLIT,
     )  # fmt: skip
     first_extent = gl.load(cu_extents + number)
     last_extent = gl.load(cu_extents + number + 1)
