@@ -47,7 +47,7 @@ def test_the_canvas_is_drawn_half_way(tmp_path: Path) -> None:
     run("draw_canvas.py", arguments=(str(tmp_path / "canvas.svg"),))
     picture = (tmp_path / "canvas.svg").read_text(encoding="utf-8")
     text = " ".join(" ".join(re.findall(r">([^<]+)</text>", picture)).replace("&#160;", " ").split())
-    assert "high, from 0.9" in text.replace("\xa0", " ") and "full step" in text and "of 96" in text
+    assert "high, from 0.9" in text.replace("\xa0", " ") and "denoise" in text and "of 96" in text
     assert "http" not in picture.replace('xmlns="http://www.w3.org/2000/svg"', "").replace(
         "https://www.textualize.io", ""
     )
