@@ -558,7 +558,7 @@ def test_kv_attention_in_triton_may_overwrite_its_queries(segments: int, monkeyp
 
 
 @triton_test
-@pytest.mark.parametrize("segments", [1, 3])
+@pytest.mark.parametrize("segments", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_chunks_of_prompts_beside_blocks_in_triton(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short windows and long ones each have tiles of their own, once: rows that were overwritten would be read as queries."""
     from mosaic.kernels.cuda.kv_attention import cut_of, long_rows_of

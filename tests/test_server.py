@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import random
@@ -15,8 +16,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +66,11 @@ def running(server: Server, *args: Any) -> Iterator[None]:
 
 @contextmanager
 def serving(
-    *, model: str = "small-sdar", limits: Limits | None = None, max_num_seqs: int = 64, **options: Any
+    *, model: str = "small-sdar", limits: Limits | None = None, max_num_seqs: int = 64, budget: str | None = None,
+    **options: Any,
 ) -> Iterator[str]:  # fmt: skip
     """A server on a free port, in a thread of its own; its engine is a process."""
-    engine = EngineOptions(model=model, compile=COMPILE, max_num_seqs=max_num_seqs)
+    engine = EngineOptions(model=model, compile=COMPILE | {"budget": budget}, max_num_seqs=max_num_seqs)
     limits = replace(limits or Limits(), drain_s=5)
     server = Server(create_app(load(model), model, engine, limits, **options), limits)
     with running(server):
@@ -258,6 +261,23 @@ def test_who_leaves_is_cancelled_and_others_get_their_answers(base: str, alone: 
 def _sdk(asked: dict[str, Any]) -> dict[str, Any]:
     known = {name: asked[name] for name in ("prompt", "max_tokens", "stream")}
     return {**known, "extra_body": {"ignore_eos": asked["ignore_eos"]}}
+
+
+def test_who_finds_the_queue_full_is_told_when_the_next_one_is_admitted() -> None:
+    """In steps of the forecast, of the length that they have: the one that runs has thousands before it."""
+    asks = {"prompt": ids_of(QUESTION), "max_tokens": 4096, "ignore_eos": True, "threshold": 1.0, "model": "small-sdar"}
+    body = json.dumps(asks).encode()
+    with serving(limits=Limits(max_waiting=1), budget="64MiB") as base, ExitStack() as leaving:
+        for counted in ("running", "waiting"):
+            connection = http.client.HTTPConnection(base.removeprefix("http://"))
+            leaving.callback(connection.close)
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            until(partial(lambda name: _metric(base, f"vllm:num_requests_{name}") == 1, counted), 30)
+        time.sleep(1.2)  # the engine looks once a second
+        later = json.loads(_get(f"{base}/plan", body)[2])
+        status, headers, _ = _get(f"{base}/v1/completions", body)
+        assert status == 429 and later["fits"] == "later" and later["wait_steps"] > 2000
+        assert 0.5 < int(headers["retry-after"]) / later["wait_seconds"] < 2 and later["wait_seconds"] > 3
 
 
 def test_a_killed_engine_ends_what_had_begun_and_answers_the_rest() -> None:

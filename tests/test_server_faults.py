@@ -116,6 +116,12 @@ def idle(base: str) -> bool:
     return len(counted) == 2 and all(line.endswith(" 0.0") for line in counted)
 
 
+def have_begun(base: str) -> int:
+    """How many requests have had their first tokens, those of other tests too."""
+    name = "vllm:time_to_first_token_seconds_count"
+    return int(sum(float(line.split()[-1]) for line in get(f"{base}/metrics")[2].splitlines() if line.startswith(name)))
+
+
 def test_who_does_not_read_is_cut_off_and_holds_nobody_up(base: str) -> None:
     expected = json.loads(asked(base, SHORT)[2])["choices"]
     with connected(base) as deaf:
@@ -163,11 +169,10 @@ def test_who_sends_too_slowly_is_cut_off(base: str, sent: bytes, trickle: bytes,
 
 def test_a_request_ends_when_its_time_is_over(base: str) -> None:
     """While the engine's process hangs."""
-    engine, began = json.loads(get(f"{base}/health")[2])["engine_pid"], time.monotonic()
+    engine, before, began = json.loads(get(f"{base}/health")[2])["engine_pid"], have_begun(base), time.monotonic()
     with ThreadPoolExecutor() as pool:
         answers = pool.map(asked, [base, base], [LONG, {**LONG, "stream": True}])
-        until(lambda: not idle(base), 10)
-        time.sleep(0.2)
+        until(lambda: have_begun(base) == before + 2, 10)
         os.kill(engine, signal.SIGSTOP)
         try:
             whole, (status, headers, text) = answers

@@ -140,7 +140,6 @@ class _Server:
         self._check(question)
         note: Note = request.state.note
         note.prompt_tokens = sum(map(len, question.prompts))
-        self.metrics.asked(map(len, question.prompts))
         reply = Reply(question, self.name, self.tokenizer)
         answers = Answers(self.engine, self.metrics, self.tokenizer, question, self.limits.timeout_s, note.id)
         note.answers = answers

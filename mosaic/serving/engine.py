@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from mosaic.decoding.config import GenerationConfig, resolve
+from mosaic.decoding.forecast import Forecast
 from mosaic.decoding.live import Submission
 from mosaic.decoding.rungs import most_of
 from mosaic.decoding.session import Session
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from mosaic.decoding.forecast import Forecast
     from mosaic.decoding.live import LiveRequest
     from mosaic.decoding.streaming import Step
     from mosaic.runtime.compiled import CompiledModel
@@ -162,6 +162,7 @@ class _Engine:
         self._feeds: dict[int, tuple[list[_Feed], Sequence[LiveRequest]]] = {}  # by prompt
         self._memory, self._looked_s = dict[str, tuple[int, int]](), -math.inf
         self._components, self._keys_used = dict[str, int](), 0.0
+        self._room_in: int | None = None
         self._watched_s = self._drawn_s = -math.inf
         self._next: Asked | None = None  # waits for room
         self._last: Step | None = None
@@ -241,13 +242,15 @@ class _Engine:
                 keys = self._last.plan.dims.get(KV.rows_dim, 0)
                 self._components = dict(self._last.plan.components)
                 self._keys_used = self._model.state_rows.get(KV.name, 0) / keys if keys else 0.0
+            outlook = self._outlook() if self._stream.holds else None
+            self._room_in = outlook.steps if isinstance(outlook, Forecast) else None
         picture = None
         if now - self._watched_s < _WATCHED_S and (now - self._drawn_s >= _PICTURES_S or not self._session.live):
             self._drawn_s, picture = now, self._picture()
         waiting = len(self._waiting) + self._stream.holds
         return Stepped(
             fresh=fresh, seconds=seconds, waiting=waiting, running=len(self._session.live), memory=self._memory,
-            components=self._components, keys_used=self._keys_used, picture=picture,
+            components=self._components, keys_used=self._keys_used, room_in=self._room_in, picture=picture,
         )  # fmt: skip
 
     def _picture(self) -> Picture:

@@ -166,6 +166,8 @@ class Stepped:
         Bytes by pool, as planned and as committed.
     components, keys_used
         Bytes of the plan in force by component; of its rows of keys, the share in use.
+    room_in
+        Steps after which the prompt that is next has room, at most, if it waits for memory; None: it does not, or nobody can say.
     picture
         If somebody watches, now and then.
     """
@@ -177,6 +179,7 @@ class Stepped:
     memory: Mapping[str, tuple[int, int]]
     components: Mapping[str, int]
     keys_used: float
+    room_in: int | None = None
     picture: Picture | None = None
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from mosaic.errors import MissingExtra
@@ -43,7 +43,7 @@ class Metrics:
 
         self._running = gauge("vllm:num_requests_running", "Requests that are live.")
         self._waiting = gauge("vllm:num_requests_waiting", "Prompts that wait for admission.")
-        self._prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.")
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts that were served.")
         self._tokens = counter("vllm:generation_tokens", "Tokens of answers.")
         self._ended = counter("vllm:request_success", "Answers, by what ended them.", "finished_reason")
         self._refusals = counter("vllm:admission_rejections", "Requests that were refused.", "reason")
@@ -83,18 +83,15 @@ class Metrics:
             for component, size in step.components.items():
                 self._plan.labels(self._model, component).set(size)
 
-    def asked(self, prompts: Iterable[int]) -> None:
-        """Note prompts of so many tokens each."""
-        for tokens in prompts:
-            self._prompt_tokens.labels(self._model).inc(tokens)
-            self._lengths.labels(self._model).observe(tokens)
-
     def began(self, seconds: float) -> None:
         """Note the first tokens of a request, so long after it came."""
         self._first.labels(self._model).observe(seconds)
 
     def ended(self, ended: Ended) -> None:
-        """Note that the engine is done with a prompt, whether anybody waits for its answers or not."""
+        """Note that the engine is done with a prompt, whether anybody waits for its answers or not; of none that never began."""
+        if ended.prompt_tokens:
+            self._prompt_tokens.labels(self._model).inc(ended.prompt_tokens)
+            self._lengths.labels(self._model).observe(ended.prompt_tokens)
         self._looked_up.labels(self._model).inc(ended.prompt_tokens)
         self._found.labels(self._model).inc(ended.cached_tokens)
         self._steps.labels(self._model).inc(sum(ended.steps))

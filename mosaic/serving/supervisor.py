@@ -154,6 +154,7 @@ class Supervisor:
         self.longest = self.restarts = 0
         self._numbers = self._failures = self.waiting = 0
         self.step_s, self._stepped_s = 0.0, math.inf
+        self._room_in: int | None = None
         self._running = dict[int, _Running]()
         self._wondering = dict[int, asyncio.Future[Forecast | Mapping[str, Any] | str]]()
         self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
@@ -293,8 +294,11 @@ class Supervisor:
 
     @property
     def retry_s(self) -> int:
-        """Seconds after which the requests that wait now will have been admitted, by how fast requests end."""
-        return max(round(min(self.waiting * self._rate.seconds_each, self._limits.timeout_s)), 1)
+        """Seconds until the next request is admitted, so that one more may wait: by the engine's forecast, or where nobody can say,
+        by how fast requests end."""
+        steps = self._room_in
+        seconds = self._rate.seconds_each if steps is None else steps * self.step_s
+        return max(round(min(seconds, self._limits.timeout_s)), 1)
 
     def _receive(self, connection: Connection, process: Any) -> None:
         """In a thread of its own: hand on what the engine tells, until it ends."""
@@ -316,7 +320,7 @@ class Supervisor:
         elif isinstance(message, Failed):
             self.failure = message.message
         elif isinstance(message, Stepped):
-            self.waiting = message.waiting
+            self.waiting, self._room_in = message.waiting, message.room_in
             self._stepped(message)
             self._time(message.running)
             for number, fresh in message.fresh.items():
