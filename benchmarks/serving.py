@@ -124,7 +124,7 @@ MEASURES: Final = {
         "one pass of each kind; percentiles are of all steps and all requests", _mixed_points, MIXED, mixed_row
     ),
     "delay": Measure(
-        f"one pass, after {WARMING} that are not counted; before it come {BEFORE} steps of the running requests alone",
+        f"one pass, after one that is not counted; before it come {BEFORE} steps of the running requests alone",
         _delay_points, DELAY, delay_row,
     ),
     "prefill": Measure(
