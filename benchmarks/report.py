@@ -17,6 +17,7 @@ from benchmarks import (
     across,
     batch_mates,
     block,
+    cold_start,
     decoding,
     eviction,
     fit,
@@ -320,7 +321,11 @@ DOCUMENTS: Final[Mapping[str, Mapping[str, tuple[str, Callable[[Sequence[Result]
     "docs/performance.md": {name: section for name, section in SECTIONS.items() if name not in LONG},
     "docs/records.md": {name: SECTIONS[name] for name in SECTIONS if name in LONG} | small_models.RECORDS,
     "docs/decoding.md": {"batch-mates": ("batch-mates", batch_mates_section)},
-    "docs/serving.md": {"serving": ("serving", serving.section), "over-http": ("over-http", over_http.section)},
+    "docs/serving.md": {
+        "serving": ("serving", serving.section),
+        "over-http": ("over-http", over_http.section),
+        "cold-start": ("cold-start", cold_start.section),
+    },
     "docs/small-models.md": small_models.SECTIONS,
     "docs/offsets.md": {
         "offsets": ("offsets", offsets.section),

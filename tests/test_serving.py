@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import sys
+import time
 from collections.abc import Iterator
 from itertools import islice
 from types import FrameType
@@ -14,7 +15,7 @@ import pytest
 from test_request_table import CONFIGS
 
 import mosaic
-from benchmarks import at_once, jobs, overload, prompts, serving, shared_prefixes, traffic
+from benchmarks import at_once, cold_start, jobs, overload, prompts, serving, shared_prefixes, traffic
 from benchmarks.floor import Floor
 from benchmarks.record import table
 from benchmarks.served import Meter
@@ -61,6 +62,16 @@ def test_requests_at_once_are_timed_and_counted(sdar: CompiledModel) -> None:
     assert found["tokens_per_s"] == pytest.approx(3 * 7 / (5e-3 * found["median_ms"]), rel=0.9)
     result = {"what": "at-once", "points": [{"count": 3, **found}]}
     assert table(serving.header_of(result), [*serving.rows_of(result)]).count("\n") == 2
+
+
+def test_a_start_is_timed_from_the_process_to_the_first_outcome() -> None:
+    began = time.time() - 1.0
+    found = cold_start.started(CONFIGS["sdar"], "cpu", 9, 8, warms=True, began=began)
+    assert 1.0 < found["imported_s"] < found["compiled_s"] < found["warm_s"] < found["whole_s"] < time.time() - began
+    assert 0 < found["first_s"] < found["whole_s"] - found["warm_s"] and 0 < found["median_ms"] <= found["most_ms"]
+    assert "mosaic/decoding/session.py" in found["files"]
+    point = {**cold_start.STARTS[0]._asdict(), **found, "kernel_bytes": 1}
+    assert len(next(iter(cold_start.rows_of({"points": [point]})))) == len(cold_start.HEADER)
 
 
 def test_a_device_is_busy_while_any_kernel_runs() -> None:

@@ -122,7 +122,9 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     two = {name: empty(3, dtype=torch.int32) for name in ("cu_seqlens", "cu_extents")}
     two |= {"seen": empty(2, dtype=torch.int32), "positions": empty(64, dtype=torch.int32)}
     yield "kv_attention", {**dict.fromkeys("qy", x[:64]), **attrs, **two, "block": 32, "parts": 512}
-    many = {name: empty(18, dtype=torch.int32) for name in ("cu_seqlens", "cu_extents")}  # of blocks, or with a prompt's chunk
+    many = {
+        name: empty(18, dtype=torch.int32) for name in ("cu_seqlens", "cu_extents")
+    }  # of blocks, or with a prompt's chunk
     many |= {"seen": empty(17, dtype=torch.int32), "positions": empty(64, dtype=torch.int32)}
     yield "kv_attention", {**dict.fromkeys("qy", x[:64]), **attrs, **many, "block": 4, "parts": 512}
     at = {"prefix": attrs["seen"], "owner": empty(1, dtype=index)}
