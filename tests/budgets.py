@@ -35,7 +35,7 @@ BUDGETS_S: Mapping[str, float] = {
     "test_request_options": 3, "test_request_policies": 4, "test_request_table": 9, "test_robustness": 4,
     "test_rotary_scaling": 5, "test_runtime": 3, "test_runtime_compiled": 4, "test_runtime_executor": 2,
     "test_sampling": 8, "test_schedule": 9, "test_scheduler": 6, "test_search": 2, "test_selected_attention": 3,
-    "test_selection": 12, "test_selection_of_keys": 3, "test_selection_of_keys_triton": 6, "test_server": 23,
+    "test_selection": 12, "test_selection_of_keys": 3, "test_selection_of_keys_triton": 6, "test_server": 28,
     "test_server_faults": 5, "test_server_protocol": 5, "test_status_page": 4, "test_session": 5,
     "test_session_callers": 2, "test_session_interrupts": 5, "test_session_turns": 1, "test_shared_model": 3,
     "test_small_models": 4, "test_small_training": 5, "test_sparse_attention": 15, "test_sparse_keys": 7,

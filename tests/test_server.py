@@ -195,8 +195,8 @@ def test_several_answers_differ_and_a_seed_repeats_them(base: str) -> None:
         ("completions", b'{"model": "other", "prompt": "a"}', 404, "small-sdar"),
         ("completions", b"{}", 400, "prompt: missing"),
         ("completions", b'{"prompt": []}', 400, "prompt: expected"),
-        ("completions", b'{"prompt": "a", "max_tokens": -1}', 400, "gen_length"),
-        ("completions", b'{"prompt": "a", "max_tokens": 1e99}', 400, "gen_length"),
+        ("completions", b'{"prompt": "a", "max_tokens": -1}', 400, "max_tokens"),
+        ("completions", b'{"prompt": "a", "max_tokens": 1e99}', 400, "max_tokens"),
         ("completions", b'{"prompt": "a", "n": 100000}', 400, "n="),
         ("completions", b'{"prompt": "a", "echo": true, "logprobs": 1}', 400, "echo"),
         ("completions", b'{"prompt": "a", "logprobs": 2}', 400, "logprobs"),
@@ -281,7 +281,8 @@ def test_who_finds_the_queue_full_is_told_when_the_next_one_is_admitted() -> Non
 
 
 def test_a_killed_engine_ends_what_had_begun_and_answers_the_rest() -> None:
-    """One live request has sent text, one waits behind it; the waiting one is asked again, others come after."""
+    """One live request has sent text, one waits behind it; the waiting one is asked again, others come after. So is one that has
+    text and has sent none."""
     with serving(
         max_num_seqs=1, limits=Limits(max_waiting=1, max_body_bytes=4096), keys=["k1", "k2"], strict=True
     ) as base:
@@ -297,9 +298,16 @@ def test_a_killed_engine_ends_what_had_begun_and_answers_the_rest() -> None:
         assert next(iter(long)).choices[0].text
         waiting: list[str] = []
 
-        def wait() -> None:
+        def wait(tokens: int = 8) -> None:
             waiting.append(
-                client.completions.create(model="small-sdar", prompt=ids_of(QUESTION), max_tokens=8).choices[0].text
+                client.completions.create(
+                    model="small-sdar",
+                    prompt=ids_of(QUESTION),
+                    max_tokens=tokens,
+                    extra_body={"ignore_eos": tokens > 8},
+                )
+                .choices[0]
+                .text
             )
 
         thread = threading.Thread(target=wait)
@@ -318,6 +326,15 @@ def test_a_killed_engine_ends_what_had_begun_and_answers_the_rest() -> None:
             client.completions.create(model="small-sdar", prompt=ids_of(QUESTION), max_tokens=8).choices[0].text
             == waiting[0]
         )
+        begun = _metric(base, "vllm:time_to_first_token_seconds_count")
+        thread = threading.Thread(target=wait, args=(1024,))
+        thread.start()
+        until(lambda: _metric(base, "vllm:time_to_first_token_seconds_count") > begun, 30)
+        os.kill(int(json.loads(_get(f"{base}/health")[2])["engine_pid"]), signal.SIGKILL)
+        thread.join(120)
+        wait(1024)
+        assert len(waiting) == 3 and waiting[1] == waiting[2]
+        assert json.loads(_get(f"{base}/health")[2])["restarts"] == 2
 
 
 @pytest.mark.parametrize("seed", range(40))

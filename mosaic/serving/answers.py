@@ -48,9 +48,10 @@ class Answers:
         tokenizer: Tokenizer,
         question: Question,
         timeout_s: float,
+        came_s: float,
         name: str,
     ) -> None:
-        self._timeout_s = timeout_s
+        self._timeout_s, self._came_s = timeout_s, came_s
         self._engine, self._metrics, self._question = engine, metrics, question
         answers = question.params.n
         self.texts = [AnswerText(tokenizer, question.params) for _ in range(answers * len(question.prompts))]
@@ -73,7 +74,8 @@ class Answers:
         heard: asyncio.Queue[Piece | MosaicError | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._follow(place, heard)) for place in range(len(self._question.prompts))]
         over = TooLong(f"the answer has not ended within {self._timeout_s:g} s, the limit here; ask for fewer tokens.")
-        ending = asyncio.get_running_loop().call_later(self._timeout_s, heard.put_nowait, over)
+        left_s = max(self._came_s + self._timeout_s - time.monotonic(), 0.0)
+        ending = asyncio.get_running_loop().call_later(left_s, heard.put_nowait, over)
         try:
             open_ = len(tasks)
             while open_:

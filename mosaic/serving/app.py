@@ -25,7 +25,7 @@ from mosaic.serving.engine import EngineOptions
 from mosaic.serving.logs import Logged, Note
 from mosaic.serving.metrics import Metrics
 from mosaic.serving.protocol import CHAT, Question, Reply, TokenScore, error_body, read
-from mosaic.serving.supervisor import Busy, EngineFailed, Limits, Supervisor, TooLarge
+from mosaic.serving.supervisor import AnswerLost, Busy, EngineFailed, Limits, Supervisor, TooLarge
 from mosaic.serving.watch import Watch
 from mosaic.version import __version__
 from mosaic.viz.report import html_report
@@ -73,7 +73,7 @@ class _Ending(Exception):
             return cls(504, str(error), "timeout_error")
         if isinstance(error, EngineFailed):
             return cls(503, str(error), "engine_error", {"Retry-After": "1"})
-        found = cls(400, str(error), "invalid_request_error")
+        found = cls(400, str(error).replace("gen_length", "max_tokens"), "invalid_request_error")  # its name here
         if isinstance(error, TooLarge):
             found.reason = "does_not_fit"
         return found
@@ -140,13 +140,20 @@ class _Server:
         self._check(question)
         note: Note = request.state.note
         note.prompt_tokens = sum(map(len, question.prompts))
-        reply = Reply(question, self.name, self.tokenizer)
-        answers = Answers(self.engine, self.metrics, self.tokenizer, question, self.limits.timeout_s, note.id)
-        note.answers = answers
+        reply, came_s = Reply(question, self.name, self.tokenizer), time.monotonic()
+
+        def asking() -> Answers:
+            limit_s = self.limits.timeout_s
+            note.answers = Answers(self.engine, self.metrics, self.tokenizer, question, limit_s, came_s, note.id)
+            return note.answers
+
         headers = {"X-Mosaic-Ignored": _listed(question.ignored)} if question.ignored else {}
         if question.stream:
-            return await self._streamed(note, reply, answers, headers)
-        texts, scores = await self._whole(request, answers)
+            return await self._streamed(note, reply, asking(), headers)
+        try:
+            texts, scores = await self._whole(request, answers := asking())
+        except AnswerLost:  # nothing is sent yet
+            texts, scores = await self._whole(request, answers := asking())
         reasons = [reason or "" for reason in answers.reasons]
         return JSONResponse(reply.whole(texts, reasons, scores, answers.usage), headers=headers)
 

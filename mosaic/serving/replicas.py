@@ -18,7 +18,7 @@ from mosaic.runtime.prefixes import UNIT
 from mosaic.serving.app import create_app, name_of
 from mosaic.serving.engine import EngineOptions
 from mosaic.serving.messages import Ended, Stepped
-from mosaic.serving.supervisor import Busy, EngineFailed, Limits, Supervisor, TooLarge
+from mosaic.serving.supervisor import AnswerLost, Busy, EngineFailed, Limits, Supervisor, TooLarge
 
 try:
     import ray
@@ -59,7 +59,8 @@ class _Raised(NamedTuple):
     def error(self) -> MosaicError:
         if self.kind == "Busy":
             return Busy(self.message, self.seconds)
-        return {"TooLarge": TooLarge, "EngineFailed": EngineFailed}.get(self.kind, MosaicError)(self.message)
+        kinds: Sequence[type[MosaicError]] = (TooLarge, EngineFailed, AnswerLost)
+        return {one.__name__: one for one in kinds}.get(self.kind, MosaicError)(self.message)
 
 
 def _raised(error: MosaicError) -> _Raised:
@@ -333,7 +334,8 @@ class Replicas:
                     raise EngineFailed("the server ends; ask again, it may be another one.") from None
                 _log.error("request %s: its replica is lost: %s", name, str(error).splitlines()[0])
                 if told or lost is not None:
-                    raise EngineFailed("the engine has failed while it worked on this request; ask again.") from None
+                    failed = EngineFailed if lost is not None else AnswerLost
+                    raise failed("the engine has failed while it worked on this request; ask again.") from None
                 lost = replica
                 await self.ready()
             finally:

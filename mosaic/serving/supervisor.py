@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mosaic.serving.messages import Fresh, ToEngine, ToServer
     from mosaic.serving.metrics import Metrics
 
-__all__ = ["Asks", "Busy", "EngineFailed", "Limits", "Supervisor", "TooLarge"]
+__all__ = ["AnswerLost", "Asks", "Busy", "EngineFailed", "Limits", "Supervisor", "TooLarge"]
 
 Heard: TypeAlias = "Mapping[int, Fresh] | Ended"
 """What a prompt's caller hears: what is new by answer, then the end."""
@@ -52,6 +52,11 @@ class TooLarge(MosaicError):
 
 class EngineFailed(MosaicError):
     """The engine's process ended while it worked on a request, or does not start."""
+
+
+class AnswerLost(EngineFailed):
+    """The process ended for the first time while it worked on a request, and had told something of it: who has sent nothing of that
+    may ask again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,9 +369,8 @@ class Supervisor:
             if self.state == "failed" or running.told or running.again:
                 del self._running[number]
                 hit.append(running.name)
-                running.heard.put_nowait(
-                    EngineFailed("the engine has failed while it worked on this request; ask again.")
-                )
+                failed = EngineFailed if self.state == "failed" or running.again else AnswerLost
+                running.heard.put_nowait(failed("the engine has failed while it worked on this request; ask again."))
             else:
                 running.again = True
                 again.append(running.asked)
