@@ -263,6 +263,7 @@ def _sdk(asked: dict[str, Any]) -> dict[str, Any]:
     return {**known, "extra_body": {"ignore_eos": asked["ignore_eos"]}}
 
 
+@pytest.mark.soak
 def test_who_finds_the_queue_full_is_told_when_the_next_one_is_admitted() -> None:
     """In steps of the forecast, of the length that they have: the one that runs has thousands before it."""
     asks = {"prompt": ids_of(QUESTION), "max_tokens": 4096, "ignore_eos": True, "threshold": 1.0, "model": "small-sdar"}
