@@ -299,18 +299,12 @@ def kv_attention_kernel(
                 sums_stride, row_start, capacity, layer, scale_log2, sees, first, last, keys, share, segment, segments, own,
                 begin_part, window, start_row, HEADS, GROUP, PART, SIZE, SEEN, SEES, SPLIT, SUMS, LONG_Q, BLOCK_K, BLOCK_H,
             )  # fmt: skip
-        else:
-            attend_rows(
-                q, kv, extents, first_extent, last_extent, positions, y, logsumexp, partials, q_stride, kv_stride, y_stride,
-                sums_stride, row_start, capacity, layer, scale_log2, sees, first, last, keys, share, segment, segments, own,
-                begin_part, window, start_row, HEADS, GROUP, PART, SIZE, SEEN, SEES, SPLIT, SUMS, BLOCK_Q, BLOCK_K, BLOCK_H,
-            )  # fmt: skip
-    else:
-        attend_rows(
-            q, kv, extents, first_extent, last_extent, positions, y, logsumexp, partials, q_stride, kv_stride, y_stride,
-            sums_stride, row_start, capacity, layer, scale_log2, sees, first, last, keys, share, segment, segments, own,
-            begin_part, window, start_row, HEADS, GROUP, PART, SIZE, SEEN, SEES, SPLIT, SUMS, BLOCK_Q, BLOCK_K, BLOCK_H,
-        )  # fmt: skip
+            return
+    attend_rows(
+        q, kv, extents, first_extent, last_extent, positions, y, logsumexp, partials, q_stride, kv_stride, y_stride,
+        sums_stride, row_start, capacity, layer, scale_log2, sees, first, last, keys, share, segment, segments, own,
+        begin_part, window, start_row, HEADS, GROUP, PART, SIZE, SEEN, SEES, SPLIT, SUMS, BLOCK_Q, BLOCK_K, BLOCK_H,
+    )  # fmt: skip
 
 
 @triton.jit
