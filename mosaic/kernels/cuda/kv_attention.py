@@ -292,7 +292,7 @@ def kv_attention_kernel(
     start_row = of_one(starts, sequence, number)
     first_extent = tl.load(cu_extents + number)
     last_extent = tl.load(cu_extents + number + 1)
-    if LONG:
+    if LONG:  # noqa: SIM102 - without it there is no `long`
         if long:
             attend_rows(
                 q, kv, extents, first_extent, last_extent, positions, y, logsumexp, partials, q_stride, kv_stride, y_stride,
