@@ -79,12 +79,8 @@ def loops(asked: Any) -> list[dict[str, Any]]:
         for eviction, per_forward, count in product(asked.eviction, asked.per_forward, asked.counts)
     ]  # fmt: skip
     burst = {
-        "load": BURST,
-        "eviction": asked.eviction[0],
-        "per_forward": asked.block,
-        "count": asked.burst,
-        "requests": asked.burst,
-    }
+        "load": BURST, "eviction": asked.eviction[0], "per_forward": asked.block, "count": asked.burst, "requests": asked.burst,
+    }  # fmt: skip
     return [*closed, burst] if asked.burst else closed
 
 
@@ -167,14 +163,9 @@ def compiling(asked: Any) -> dict[str, Any]:
 def server(folder: Path, name: str, asked: Any, log: Path) -> Iterator[str]:
     """The address of a server, which ends with the block; what it says goes to a log."""
     given = {name.replace("_", "-"): value for name, value in compiling(asked).items() if value is not None}
-    command = [sys.executable, "-m", "mosaic", "serve", str(folder), "--load-format", "dummy", "--served-name", name]
-    command += [
-        "--port",
-        "0",
-        "--drain-timeout",
-        "1",
-        *(part for option in given.items() for part in (f"--{option[0]}", option[1])),
-    ]
+    given |= {"load-format": "dummy", "served-name": name, "port": "0", "drain-timeout": "1"}
+    command = [sys.executable, "-m", "mosaic", "serve", str(folder)]
+    command += [part for option, value in given.items() for part in (f"--{option}", value)]
     began = time.monotonic()
     with log.open("w") as said, subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT) as process:
         try:

@@ -51,7 +51,7 @@ class Answers:
         came_s: float,
         name: str,
     ) -> None:
-        self._timeout_s, self._came_s = timeout_s, came_s
+        self._timeout_s = timeout_s
         self._engine, self._metrics, self._question = engine, metrics, question
         answers = question.params.n
         self.texts = [AnswerText(tokenizer, question.params) for _ in range(answers * len(question.prompts))]
@@ -62,7 +62,7 @@ class Answers:
         self._steps = [0] * len(self.texts)
         self._cached = [0] * len(question.prompts)
         self.first_s: float | None = None
-        self._began, self._name = time.perf_counter(), name
+        self._began, self._name = came_s, name
 
     @property
     def usage(self) -> Usage:
@@ -74,7 +74,7 @@ class Answers:
         heard: asyncio.Queue[Piece | MosaicError | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._follow(place, heard)) for place in range(len(self._question.prompts))]
         over = TooLong(f"the answer has not ended within {self._timeout_s:g} s, the limit here; ask for fewer tokens.")
-        left_s = max(self._came_s + self._timeout_s - time.monotonic(), 0.0)
+        left_s = max(self._began + self._timeout_s - time.perf_counter(), 0.0)
         ending = asyncio.get_running_loop().call_later(left_s, heard.put_nowait, over)
         try:
             open_ = len(tasks)

@@ -140,7 +140,7 @@ class _Server:
         self._check(question)
         note: Note = request.state.note
         note.prompt_tokens = sum(map(len, question.prompts))
-        reply, came_s = Reply(question, self.name, self.tokenizer), time.monotonic()
+        reply, came_s = Reply(question, self.name, self.tokenizer), time.perf_counter()
 
         def asking() -> Answers:
             limit_s = self.limits.timeout_s

@@ -242,7 +242,7 @@ class _Engine:
                 keys = self._last.plan.dims.get(KV.rows_dim, 0)
                 self._components = dict(self._last.plan.components)
                 self._keys_used = self._model.state_rows.get(KV.name, 0) / keys if keys else 0.0
-            outlook = self._outlook() if self._stream.holds else None
+            outlook = self._outlook()
             self._room_in = outlook.steps if isinstance(outlook, Forecast) else None
         picture = None
         if now - self._watched_s < _WATCHED_S and (now - self._drawn_s >= _PICTURES_S or not self._session.live):
