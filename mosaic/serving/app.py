@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import time
@@ -20,12 +19,14 @@ from mosaic.decoding.words import WordTokenizer
 from mosaic.errors import MissingExtra, MosaicError, UsageError
 from mosaic.models import Model
 from mosaic.serving import openapi
-from mosaic.serving.answers import Answers, Piece, TooLong
+from mosaic.serving.answers import Answers, Piece
+from mosaic.serving.endings import Ending
 from mosaic.serving.engine import EngineOptions
+from mosaic.serving.gate import Gate
 from mosaic.serving.logs import Logged, Note
 from mosaic.serving.metrics import Metrics
 from mosaic.serving.protocol import CHAT, Question, Reply, TokenScore, error_body, read
-from mosaic.serving.supervisor import AnswerLost, Busy, EngineFailed, Limits, Supervisor, TooLarge
+from mosaic.serving.supervisor import AnswerLost, Limits, Supervisor, TooLarge
 from mosaic.serving.watch import Watch
 from mosaic.version import __version__
 from mosaic.viz.report import html_report
@@ -56,34 +57,6 @@ _NAME, _NAMES = 64, 16
 COMPLETIONS: Final = "/v1/completions"
 
 
-class _Ending(Exception):
-    """An answer to a request that is an error: its status, type and headers, and what counts it."""
-
-    def __init__(self, status: int, message: str, kind: str, headers: dict[str, str] | None = None) -> None:
-        self.status, self.message, self.kind, self.headers = status, message, kind, headers
-        self.reason = kind.removesuffix("_error")
-        super().__init__(message)
-
-    @classmethod
-    def of(cls, error: MosaicError) -> _Ending:
-        """What an error of ours means to the caller."""
-        if isinstance(error, Busy):
-            return cls(429, str(error), "rate_limit_error", {"Retry-After": str(error.seconds)})
-        if isinstance(error, TooLong):
-            return cls(504, str(error), "timeout_error")
-        if isinstance(error, EngineFailed):
-            return cls(503, str(error), "engine_error", {"Retry-After": "1"})
-        found = cls(400, str(error).replace("gen_length", "max_tokens"), "invalid_request_error")  # its name here
-        if isinstance(error, TooLarge):
-            found.reason = "does_not_fit"
-        return found
-
-    def response(self) -> Response:
-        """The response."""
-        body = error_body(self.message, self.kind, self.status)
-        return JSONResponse(body, status_code=self.status, headers=self.headers)
-
-
 class _Server:
     """What all requests share."""
 
@@ -95,25 +68,9 @@ class _Server:
         self.strict, self.policies = strict, policies
         self.tokenizer = _tokenizer(model, options.load_format)
         self.metrics, self.watch = Metrics(name), Watch(self.tokenizer)
+        self.gate = Gate(keys, limits.max_connections)
         self.engine = (engine or partial(Supervisor, options, limits))(self._stepped, self.metrics)
-        self._keys = [key.encode("latin-1", "replace") for key in keys]
         self._began = int(time.time())
-
-    def allow(self, request: Request) -> None:
-        """Refuse who has no key, where there are keys."""
-        if not self._keys:
-            return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not any(
-            hmac.compare_digest(given.strip().encode("latin-1", "replace"), key) for key in self._keys
-        ):
-            raise _Ending(401, "no valid API key: send 'Authorization: Bearer KEY'.", "authentication_error")
-
-    def admit(self, request: Request) -> None:
-        """Refuse what comes over a connection beyond the limit."""
-        if getattr(request.state, "crowded", False):
-            said = f"{self.limits.max_connections:,} connections are open, which is as many as may; ask again later."
-            raise _Ending(503, said, "overloaded_error", {"Connection": "close", "Retry-After": "1"})
 
     async def body(self, request: Request) -> Any:
         """The JSON of a request."""
@@ -124,15 +81,15 @@ class _Server:
                     found += part
                     if len(found) > limits.max_body_bytes:
                         said = f"the body has more than {limits.max_body_bytes:,} bytes."
-                        raise _Ending(413, said, "invalid_request_error")
+                        raise Ending(413, said, "invalid_request_error")
             return json.loads(found)
         except TimeoutError:
             said = f"the body has not come within {limits.slow_s:g} s."
-            raise _Ending(408, said, "timeout_error", {"Connection": "close"}) from None
+            raise Ending(408, said, "timeout_error", {"Connection": "close"}) from None
         except (ValueError, RecursionError) as error:
-            raise _Ending(400, f"the body is no JSON: {error}.", "invalid_request_error") from None
+            raise Ending(400, f"the body is no JSON: {error}.", "invalid_request_error") from None
         except ClientDisconnect:
-            raise _Ending(499, "the caller has left.", "cancelled") from None
+            raise Ending(499, "the caller has left.", "cancelled") from None
 
     async def complete(self, request: Request) -> Response:
         """Answer a completion, of a prompt or a chat."""
@@ -159,10 +116,10 @@ class _Server:
 
     async def _asked(self, request: Request, url: str | None = None) -> Question:
         """What a request asks for, as of this address, or as of a chat's if it has messages."""
-        self.allow(request)
+        self.gate.allow(request)
         body = await self.body(request)
         if isinstance(body, dict) and body.get("model") not in (None, self.name):
-            raise _Ending(
+            raise Ending(
                 404, f"the model {body['model']!r} is not here; this server has '{self.name}'.", "not_found_error"
             )
         self._check_text(body)
@@ -230,7 +187,7 @@ class _Server:
             collecting.cancel()
             with suppress(asyncio.CancelledError):
                 await collecting
-            raise _Ending(499, "the caller has left.", "cancelled")
+            raise Ending(499, "the caller has left.", "cancelled")
         collecting.result()
         return texts, scores
 
@@ -259,7 +216,7 @@ class _Server:
                         if reason is not None:
                             yield _event(reply.piece(index, reason=reason))
                 except MosaicError as error:
-                    ending = _Ending.of(error)
+                    ending = Ending.of(error)
                     note.error = ending.kind
                     yield _event(error_body(ending.message, ending.kind, ending.status))
             if reply.question.with_usage:
@@ -274,7 +231,7 @@ class _Server:
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or a conversation."""
-        self.allow(request)
+        self.gate.allow(request)
         body = await self.body(request)
         if not isinstance(body, dict) or ("prompt" in body) == ("messages" in body):
             raise UsageError("give either 'prompt', a text, or 'messages'.")
@@ -293,7 +250,7 @@ class _Server:
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
-        self.allow(request)
+        self.gate.allow(request)
         body = await self.body(request)
         ids = body.get("tokens") if isinstance(body, dict) else None
         most = self.model.architecture.vocabulary
@@ -303,7 +260,7 @@ class _Server:
 
     async def tokenizer_info(self, request: Request) -> Response:
         """What tokenizer_config.json says."""
-        self.allow(request)
+        self.gate.allow(request)
         return JSONResponse(self.tokenizer.info())
 
     def _stepped(self, step: Stepped) -> None:
@@ -312,7 +269,7 @@ class _Server:
 
     async def status(self, request: Request) -> Response:
         """What the status page shows."""
-        self.allow(request)
+        self.gate.allow(request)
         self.engine.watch()
         engine = self.engine
         return JSONResponse(
@@ -324,7 +281,7 @@ class _Server:
 
     async def drawn_plan(self, request: Request) -> Response:
         """The report of the plan in force, a page."""
-        self.allow(request)
+        self.gate.allow(request)
         return HTMLResponse(await asyncio.to_thread(html_report, await self.engine.plan()))
 
     def models(self) -> Response:
@@ -398,15 +355,15 @@ def create_app(
         async def answered(request: Request) -> Response:
             try:
                 if answer not in (health, metrics):  # those who watch a server are not turned away
-                    server.admit(request)
+                    server.gate.admit(request)
                 return await answer(request)
-            except _Ending as error:
+            except Ending as error:
                 ending = error
             except MosaicError as error:
-                ending = _Ending.of(error)
+                ending = Ending.of(error)
             except Exception:
                 _log.exception("request %s has failed", request.state.note.id)
-                ending = _Ending(500, "the server has failed at this request; its log says how.", "server_error")
+                ending = Ending(500, "the server has failed at this request; its log says how.", "server_error")
             server.metrics.refused(ending.reason)
             request.state.note.error = ending.kind
             return ending.response()
@@ -414,7 +371,7 @@ def create_app(
         app.add_api_route(path, answered, methods=[method], name=path, response_model=None, **more)
 
     async def models(request: Request) -> Response:
-        server.allow(request)
+        server.gate.allow(request)
         return server.models()
 
     async def health(request: Request) -> Response:
