@@ -487,6 +487,7 @@ def test_a_config_alone_is_served_with_random_weights_and_words_are_tokens(tmp_p
     try:
         until(lambda: "serving" in log.read_text() or process.poll() is not None, 60)
         base = log.read_text().partition("serving")[2].split()[2]
+        assert _get(f"{base}/v1/models", Host="evil.example")[0] == 403
         for _ in range(8):
             words = "".join(
                 rng.choice(["no", "Übung", "\u2013", "mask"]) + rng.choice([" ", "\n ", "\t"])

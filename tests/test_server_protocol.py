@@ -12,12 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import torch
+from starlette.testclient import TestClient
 
 import mosaic
 from mosaic.decoding import GenerationConfig, Submission
@@ -29,6 +31,7 @@ from mosaic.jobs.names import NAMES, XARGS, own_names
 from mosaic.models import load
 from mosaic.serving import EngineOptions
 from mosaic.serving.app import create_app
+from mosaic.serving.gate import hosts_of
 from mosaic.serving.messages import Ended, Frame, Fresh
 from mosaic.serving.protocol import MARK
 from tests.test_server import COMPILE, MODEL, QUESTION, TOKENIZER, _client, _get, ids_of, serving, until
@@ -175,6 +178,35 @@ class Hasty:
 
     async def close(self) -> None:
         """Nothing."""
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "keys", "own"),
+    [
+        ("127.0.0.1", "127.0.0.1", (), "localhost"), ("::1", "::1", (), "[::1]"), ("Box", "127.0.1.1", (), "box"),
+        ("0.0.0.0", "0.0.0.0", (), None), ("::", "::", (), None), ("localhost", "127.0.0.1", ("k",), None),
+    ],
+)  # fmt: skip
+def test_without_keys_a_loopback_address_is_asked_under_its_own_names_alone(
+    host: str, address: str, keys: tuple[str, ...], own: str | None
+) -> None:
+    """A page can have its own name resolve to 127.0.0.1; `own` is None where any name will do."""
+    hasty: Any = Hasty()
+    app = create_app(
+        MODEL, "m", EngineOptions(model="small-sdar"), engine=lambda *_: hasty, hosts=hosts_of(host, address), keys=keys
+    )
+    client, good = TestClient(app), {"localhost", "LocalHost", "127.0.0.1", "[::1]", own or "localhost"}
+    bad = {"evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "box.", "::1", "[::2]", "127.0.0.2", ""}
+    for name, port in product([*good, *bad], ("", ":8000")):
+        found = client.get("/health", headers={"Host": name + port})
+        if own is None or name in good:
+            assert found.status_code == 200
+            continue
+        error = found.json()["error"]
+        assert (found.status_code, error["code"], error["type"]) == (403, 403, "permission_error")
+        assert repr(name + port) in error["message"] and "localhost, 127.0.0.1, [::1]" in error["message"]
+        asked = client.post("/v1/completions", json={"prompt": "a"}, headers={"Host": name + port})
+        assert asked.status_code == 403 and asked.headers["x-request-id"]
 
 
 def test_an_answer_ends_once_behind_all_of_its_text() -> None:

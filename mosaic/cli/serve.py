@@ -87,6 +87,7 @@ def serve(
     from mosaic.serving.app import create_app, name_of
     from mosaic.serving.connections import Server
     from mosaic.serving.engine import LOAD_FORMATS, EngineOptions
+    from mosaic.serving.gate import hosts_of
     from mosaic.serving.logs import FORMATS, configure
     from mosaic.serving.supervisor import EngineFailed, Limits
 
@@ -145,7 +146,8 @@ def serve(
 
             engine = ending.enter_context(start_replicas(options, limits, replicas, int(device != "cpu")))
         app = create_app(
-            described, name, options, limits, keys=api_key or (), strict=strict, policies=policy or None, engine=engine
+            described, name, options, limits, keys=api_key or (), strict=strict, policies=policy or None,
+            hosts=hosts_of(host, listening.getsockname()[0]), engine=engine,
         )  # fmt: skip
         asyncio.run(serving(app))
 

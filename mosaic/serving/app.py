@@ -62,13 +62,13 @@ class _Server:
 
     def __init__(
         self, model: Model, name: str, options: EngineOptions, limits: Limits, *, keys: Sequence[str], strict: bool,
-        policies: Collection[str] | None, engine: MakesEngine | None,
+        policies: Collection[str] | None, hosts: Sequence[str] | None, engine: MakesEngine | None,
     ) -> None:  # fmt: skip
         self.model, self.name, self.base, self.limits = model, name, options.base, limits
         self.strict, self.policies = strict, policies
         self.tokenizer = _tokenizer(model, options.load_format)
         self.metrics, self.watch = Metrics(name), Watch(self.tokenizer)
-        self.gate = Gate(keys, limits.max_connections)
+        self.gate = Gate(keys, limits.max_connections, hosts)
         self.engine = (engine or partial(Supervisor, options, limits))(self._stepped, self.metrics)
         self._began = int(time.time())
 
@@ -305,7 +305,8 @@ class _Server:
 
 def create_app(
     model: Model, name: str, options: EngineOptions, limits: Limits | None = None, *, keys: Sequence[str] = (),
-    strict: bool = False, policies: Collection[str] | None = None, engine: MakesEngine | None = None,
+    strict: bool = False, policies: Collection[str] | None = None, hosts: Sequence[str] | None = None,
+    engine: MakesEngine | None = None,
 ) -> FastAPI:  # fmt: skip
     """Return the application; its lifespan starts the engine, unless `state.engine` was started before, and ends it.
 
@@ -321,6 +322,8 @@ def create_app(
         Whether a key of a body that has no meaning is refused, rather than named in the header `X-Mosaic-Ignored`.
     policies
         The presets of caches, sparse attention and eviction that a request may ask for; None: all that the model has.
+    hosts
+        Without keys, what a request's `Host` has to name, with any port: `gate.hosts_of` where the server listens; None: anything.
     engine
         Makes what is asked, of who is told of each step, and the metrics; a supervisor of `options`, if not given.
 
@@ -330,7 +333,15 @@ def create_app(
         If the model is a preset, and its weights are not to be random.
     """
     server = _Server(
-        model, name, options, limits or Limits(), keys=keys, strict=strict, policies=policies, engine=engine
+        model,
+        name,
+        options,
+        limits or Limits(),
+        keys=keys,
+        strict=strict,
+        policies=policies,
+        hosts=hosts,
+        engine=engine,
     )
 
     @asynccontextmanager
@@ -354,6 +365,7 @@ def create_app(
     def route(path: str, method: str, answer: Callable[[Request], Awaitable[Response]], **more: Any) -> None:
         async def answered(request: Request) -> Response:
             try:
+                server.gate.name(request)
                 if answer not in (health, metrics):  # those who watch a server are not turned away
                     server.gate.admit(request)
                 return await answer(request)
@@ -380,7 +392,7 @@ def create_app(
     async def metrics(request: Request) -> Response:
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    json_, of_any = ("application/json",), (401, 500, 503)
+    json_, of_any = ("application/json",), (401, 403, 500, 503)
     of_bodies = (400, 408, 413, 499, *of_any)
     bodies = {path: openapi.completion_body(chat=path == CHAT) for path in (COMPLETIONS, CHAT)}
     for path, body in bodies.items():

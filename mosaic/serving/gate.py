@@ -1,17 +1,33 @@
-"""Whom a server answers: by connection and by key."""
+"""Whom a server answers: by the name under which it is asked, by connection and by key."""
 
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Final
 
 from mosaic.serving.endings import Ending
 
 if TYPE_CHECKING:
     from fastapi import Request
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "hosts_of"]
+
+_LOCAL: Final = ("localhost", "127.0.0.1", "[::1]")
+_PORT: Final = re.compile(r":[0-9]*$")
+
+
+def hosts_of(host: str, address: str) -> Sequence[str] | None:
+    """Return the names under which a server may be asked that was told to listen on `host`, and does on `address`: on a loopback
+    address its own ones, on any other None, all.
+
+    >>> hosts_of("127.0.0.2", "127.0.0.2")
+    ('localhost', '127.0.0.1', '[::1]', '127.0.0.2')
+    """
+    own = f"[{host}]" if ":" in host else host.lower()
+    return tuple(dict.fromkeys((*_LOCAL, own))) if ip_address(address).is_loopback else None
 
 
 class Gate:
@@ -23,11 +39,24 @@ class Gate:
         One of which a request has to have; none: nobody is asked.
     most_connections
         Open ones; the server marks those beyond it.
+    hosts
+        What `Host` has to name, with any port, where there are no keys; None: it is not looked at. A page of any site can have its
+        name resolve to 127.0.0.1, and would then ask as if it came from here.
     """
 
-    def __init__(self, keys: Sequence[str], most_connections: int) -> None:
+    def __init__(self, keys: Sequence[str], most_connections: int, hosts: Sequence[str] | None) -> None:
         self._keys = [key.encode("latin-1", "replace") for key in keys]
         self._most_connections = most_connections
+        self._hosts = None if keys else hosts
+
+    def name(self, request: Request) -> None:
+        """Refuse what is asked under a name that is not this server's."""
+        given = request.headers.get("host", "")
+        if self._hosts is not None and _PORT.sub("", given).lower() not in self._hosts:
+            own = ", ".join(self._hosts)
+            said = f"the header Host is {given!r}; without API keys this server answers under {own} alone: use one of these names, "
+            said += "let a proxy send it as Host, or start the server with --api-key."
+            raise Ending(403, said, "permission_error")
 
     def admit(self, request: Request) -> None:
         """Refuse what comes over a connection beyond the limit."""
