@@ -26,7 +26,7 @@ LONG = {"ignore_eos": True, "skip_special_tokens": False}
 
 @pytest.fixture
 def base() -> Iterator[str]:
-    with serving(max_num_seqs=6, keys=["k"]) as found:
+    with serving(max_num_seqs=6, keys=["k", "l"]) as found:
         yield found
 
 
@@ -39,8 +39,10 @@ def status(base: str, key: str = "k") -> dict[str, Any]:
 class Running:
     """Requests that run in threads of their own until they have ended or are left."""
 
-    def __init__(self, base: str, count: int, tokens: int, temperature: float = 0.0, *, whole: bool = True) -> None:
-        self._client = _client(base, default_headers={"Authorization": "Bearer k"})
+    def __init__(
+        self, base: str, count: int, tokens: int, temperature: float = 0.0, *, whole: bool = True, key: str = "k"
+    ) -> None:
+        self._client = _client(base, default_headers={"Authorization": f"Bearer {key}"})
         self.texts, self._left = [""] * count, False
         self.threads = [
             threading.Thread(target=self._read, args=(at, tokens, temperature, whole), daemon=True)
@@ -68,25 +70,37 @@ class Running:
         return self.texts
 
 
-def test_a_status_shows_canvases_that_become_the_answers(base: str) -> None:
+def test_a_status_shows_to_each_key_its_own_canvases_which_become_its_answers(base: str) -> None:
+    """And numbers of all: the answers to two keys have lengths of their own."""
     assert _get(f"{base}/")[0] == 200 and _get(f"{base}/status")[0] == 401
-    assert status(base)["canvases"] == []
-    running, seen = Running(base, 2, 200), dict[int, list[list[str | None]]]()
-    while any(thread.is_alive() for thread in running.threads):
-        found = status(base)
-        assert found["running"] <= 2 and found["state"] == "ready"
-        for one in found["canvases"]:
-            assert one["length"] == 200 and one["masked"] >= one["texts"].count(None) and 0 <= one["first"] < 200
-            if one["first"] == 0:
-                seen.setdefault(one["number"], []).append(one["texts"])
+    tokens, asked = {"k": 200, "l": 168}, dict[str, Running]()
+    for key, count in tokens.items():
+        assert status(base, key)["canvases"] == []
+        asked[key] = Running(base, 1, count, key=key)
+    seen: dict[str, list[list[str | None]]] = {key: [] for key in tokens}
+    together, numbers = False, {key: set[int]() for key in tokens}
+    while any(thread.is_alive() for running in asked.values() for thread in running.threads):
+        for key, count in tokens.items():
+            found = status(base, key)
+            assert found["running"] <= 2 and found["state"] == "ready"
+            together |= found["running"] == 2 and bool(found["canvases"])
+            for one in found["canvases"]:
+                assert one["length"] == count and one["masked"] >= one["texts"].count(None) and 0 <= one["first"] < 200
+                numbers[key].add(one["number"])
+                if one["first"] == 0:
+                    seen[key].append(one["texts"])
         time.sleep(0.05)
-    whole = running.join()[0]
-    assert len(seen) == 2
-    for drawn in seen.values():
+    assert together and all(len(found) == 1 for found in numbers.values())
+    for key, drawn in seen.items():
+        (whole,) = asked[key].join()
         runs = [one[: one.index(None)] if None in one else one for one in drawn]
         assert all(whole.startswith("".join(filter(None, run[:-4]))) for run in runs) and any(runs)
     found = status(base)
-    assert found["tokens"] == 400 and found["steps"] >= 200 // 32 and found["plan"]["total_bytes"] > 0
+    assert (
+        found["tokens"] == status(base, "l")["tokens"] == 368
+        and found["steps"] >= 200 // 32
+        and found["plan"]["total_bytes"] > 0
+    )
     assert {"weights", "workspace"} <= {*found["memory"]} and found["rows"].get("kv", 0) >= 0
     assert found["history"][-1]["running"] == 0 and max(one["tokens_s"] for one in found["history"]) > 0
     code, _, page = _get(f"{base}/status/plan", Authorization="Bearer k")
@@ -94,6 +108,17 @@ def test_a_status_shows_canvases_that_become_the_answers(base: str) -> None:
     more = {"prompt": ids_of(QUESTION), "max_tokens": 2, "n": 8, "temperature": 1.0}  # more answers than places
     code, _, whole_body = _get(f"{base}/v1/completions", json.dumps(more).encode(), Authorization="Bearer k")
     assert code == 200 and len(json.loads(whole_body)["choices"]) == 8
+
+
+@pytest.mark.soak
+def test_a_key_sees_its_canvas_behind_many_of_another() -> None:
+    with serving(max_num_seqs=64, keys=["k", "l"]) as base:
+        many = Running(base, 40, 400)
+        until(lambda: len(status(base)["canvases"]) == 32, 60)
+        one = Running(base, 1, 40, key="l")
+        until(lambda: [canvas["length"] for canvas in status(base, "l")["canvases"]] == [40], 60)
+        many.leave()
+        assert one.join() != [""]
 
 
 @asynccontextmanager

@@ -50,6 +50,7 @@ class Answers:
         timeout_s: float,
         came_s: float,
         name: str,
+        owner: str,
     ) -> None:
         self._timeout_s = timeout_s
         self._engine, self._metrics, self._question = engine, metrics, question
@@ -62,7 +63,7 @@ class Answers:
         self._steps = [0] * len(self.texts)
         self._cached = [0] * len(question.prompts)
         self.first_s: float | None = None
-        self._began, self._name = came_s, name
+        self._began, self._name, self._owner = came_s, name, owner
 
     @property
     def usage(self) -> Usage:
@@ -100,7 +101,7 @@ class Answers:
         first = place * answers
         asked = self._engine.answer(
             question.prompts[place], question.config, answers=answers, draws=place * _NEXT_PROMPT, scores=question.logprobs,
-            frames=question.frames, name=self._name,
+            frames=question.frames, owner=self._owner, name=self._name,
         )  # fmt: skip
         try:
             async with aclosing(asked):

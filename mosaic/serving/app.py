@@ -93,6 +93,7 @@ class _Server:
 
     async def complete(self, request: Request) -> Response:
         """Answer a completion, of a prompt or a chat."""
+        owner = self.gate.allow(request)
         question = await self._asked(request, request.url.path)
         self._check(question)
         note: Note = request.state.note
@@ -101,7 +102,7 @@ class _Server:
 
         def asking() -> Answers:
             limit_s = self.limits.timeout_s
-            note.answers = Answers(self.engine, self.metrics, self.tokenizer, question, limit_s, came_s, note.id)
+            note.answers = Answers(self.engine, self.metrics, self.tokenizer, question, limit_s, came_s, note.id, owner)
             return note.answers
 
         headers = {"X-Mosaic-Ignored": _listed(question.ignored)} if question.ignored else {}
@@ -116,7 +117,6 @@ class _Server:
 
     async def _asked(self, request: Request, url: str | None = None) -> Question:
         """What a request asks for, as of this address, or as of a chat's if it has messages."""
-        self.gate.allow(request)
         body = await self.body(request)
         if isinstance(body, dict) and body.get("model") not in (None, self.name):
             raise Ending(
@@ -131,6 +131,7 @@ class _Server:
 
     async def plan(self, request: Request) -> Response:
         """Whether a request would fit, when, and what it would take; its body is that of a completion or a chat."""
+        self.gate.allow(request)
         question = await self._asked(request)
         prompt = max(question.prompts, key=len)
         try:
@@ -268,14 +269,14 @@ class _Server:
         self.watch.stepped(step)
 
     async def status(self, request: Request) -> Response:
-        """What the status page shows."""
-        self.gate.allow(request)
+        """What the status page shows to whoever asks."""
+        owner = self.gate.allow(request)
         self.engine.watch()
         engine = self.engine
         return JSONResponse(
             {
                 "model": self.name, "version": __version__, "state": engine.state, "reason": engine.failure,
-                "restarts": engine.restarts, "step_s": engine.step_s, **self.watch.status(),
+                "restarts": engine.restarts, "step_s": engine.step_s, **self.watch.status(owner),
             }
         )  # fmt: skip
 

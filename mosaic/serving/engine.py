@@ -10,7 +10,7 @@ import math
 import signal
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -71,7 +71,7 @@ _WATCHED_S: Final = 5.0
 """Seconds for which pictures are made after somebody has looked."""
 _PICTURES_S: Final = 0.2
 _CANVASES: Final = 32
-"""Of so many live requests, and so many positions of each, around the first one that is open."""
+"""Of so many live requests of each owner, and so many positions of each, around the first one that is open."""
 _SHOWN: Final = 256
 _log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class _Feed:
 
     def __init__(self, asked: Asked) -> None:
         self.config, self._scored, self._framed = asked.config, asked.scores, asked.frames
-        self.told = asked.scores or asked.frames
+        self.told, self.owner = asked.scores or asked.frames, asked.owner
         self._next = -1  # the first position that is not final; the prompt comes first
         self._decided = dict[int, tuple[int, float]]()
         self._clear()
@@ -256,13 +256,23 @@ class _Engine:
     def _picture(self) -> Picture:
         plan = None if self._last is None else self._last.plan
         return Picture(
-            canvases=[_canvas(request) for request in self._session.live[:_CANVASES]], rows=dict(self._model.state_rows),
+            canvases=self._canvases(), rows=dict(self._model.state_rows),
             plan=None if plan is None else {
                 "dims": dict(plan.dims), "components": dict(plan.components), "total_bytes": plan.total_bytes,
                 "budget_bytes": plan.budget_bytes, "predicted_ms": plan.predicted_step_ms, "device": plan.device,
             },
             outlook=self._outlook(),
         )  # fmt: skip
+
+    def _canvases(self) -> list[Canvas]:
+        owners = {request: feeds[0].owner for feeds, requests in self._feeds.values() for request in requests}
+        found, shown = list[Canvas](), Counter[str]()
+        for request in self._session.live:
+            owner = owners[request]
+            if shown[owner] < _CANVASES:
+                shown[owner] += 1
+                found.append(_canvas(request, owner))
+        return found
 
     def _outlook(self) -> Forecast | str | None:
         """When the next prompt has room."""
@@ -288,13 +298,13 @@ class _Engine:
         )  # fmt: skip
 
 
-def _canvas(request: LiveRequest) -> Canvas:
+def _canvas(request: LiveRequest, owner: str) -> Canvas:
     draft = request.draft()
     open_ = (draft < 0).nonzero()
     first = max(int(open_[0]) - _SHOWN // 2, 0) if len(open_) else 0
     return Canvas(
-        number=request.number, prompt_tokens=request.prompt_tokens, length=len(draft), steps=request.steps, masked=len(open_),
-        first=first, ids=draft[first : first + _SHOWN].tolist(),
+        number=request.number, owner=owner, prompt_tokens=request.prompt_tokens, length=len(draft), steps=request.steps,
+        masked=len(open_), first=first, ids=draft[first : first + _SHOWN].tolist(),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import re
 from collections.abc import Sequence
@@ -45,7 +46,9 @@ class Gate:
     """
 
     def __init__(self, keys: Sequence[str], most_connections: int, hosts: Sequence[str] | None) -> None:
-        self._keys = [key.encode("latin-1", "replace") for key in keys]
+        self._keys = {
+            key: hashlib.sha256(key).hexdigest() for key in (one.encode("latin-1", "replace") for one in keys)
+        }
         self._most_connections = most_connections
         self._hosts = None if keys else hosts
 
@@ -64,12 +67,14 @@ class Gate:
             said = f"{self._most_connections:,} connections are open, which is as many as may; ask again later."
             raise Ending(503, said, "overloaded_error", {"Connection": "close", "Retry-After": "1"})
 
-    def allow(self, request: Request) -> None:
-        """Refuse who has no key, where there are keys."""
+    def allow(self, request: Request) -> str:
+        """Refuse who has no key, where there are keys; return whose request it is, a digest of the key, or nobody's."""
         if not self._keys:
-            return
+            return ""
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not any(
-            hmac.compare_digest(given.strip().encode("latin-1", "replace"), key) for key in self._keys
-        ):
-            raise Ending(401, "no valid API key: send 'Authorization: Bearer KEY'.", "authentication_error")
+        if scheme.lower() == "bearer":
+            sent = given.strip().encode("latin-1", "replace")
+            for key, digest in self._keys.items():
+                if hmac.compare_digest(sent, key):
+                    return digest
+        raise Ending(401, "no valid API key: send 'Authorization: Bearer KEY'.", "authentication_error")

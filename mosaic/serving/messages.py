@@ -33,7 +33,7 @@ __all__ = [
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """A prompt, and how many answers to it are wanted; `draws` is the number by which the first of them draws. `scores`: what
-    each token was committed by is wanted, too; `frames`: so are canvases."""
+    each token was committed by is wanted, too; `frames`: so are canvases. `owner`: whose it is, a word that its canvases have."""
 
     number: int
     prompt: Sequence[int]
@@ -42,6 +42,7 @@ class Asked:
     draws: int
     scores: bool = False
     frames: bool = False
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +82,11 @@ class Watched:
 
 
 class Canvas(NamedTuple):
-    """A live request: tokens of its prompt and positions of its answer, steps so far, positions that are open, and tokens from
-    position `first` on, -1 where nothing is decided."""
+    """A live request: whose it is, tokens of its prompt and positions of its answer, steps so far, positions that are open, and
+    tokens from position `first` on, -1 where nothing is decided."""
 
     number: int
+    owner: str
     prompt_tokens: int
     length: int
     steps: int
@@ -100,7 +102,7 @@ class Picture:
     Parameters
     ----------
     canvases
-        Of the first live requests.
+        Of the first live requests of each owner.
     rows
         Rows in use, by state.
     plan

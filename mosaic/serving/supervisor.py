@@ -127,7 +127,7 @@ class Asks(Protocol):
     async def plan(self) -> Mapping[str, Any]: ...
     def answer(
         self, prompt: Sequence[int], config: GenerationConfig, *, answers: int, draws: int, scores: bool = False,
-        frames: bool = False, name: str = "",
+        frames: bool = False, owner: str = "", name: str = "",
     ) -> AsyncGenerator[Heard, None]: ...  # fmt: skip
 
 
@@ -225,7 +225,7 @@ class Supervisor:
 
     async def answer(
         self, prompt: Sequence[int], config: GenerationConfig, *, answers: int, draws: int, scores: bool = False,
-        frames: bool = False, name: str = "",
+        frames: bool = False, owner: str = "", name: str = "",
     ) -> AsyncGenerator[Heard, None]:  # fmt: skip
         """Yield what is new by answer, and the end. Who stops listening cancels the request.
 
@@ -248,7 +248,8 @@ class Supervisor:
         self._numbers += 1
         number = self._numbers
         running = _Running(name=name, asked=Asked(
-            number=number, prompt=prompt, config=config, answers=answers, draws=draws, scores=scores, frames=frames
+            number=number, prompt=prompt, config=config, answers=answers, draws=draws, scores=scores, frames=frames,
+            owner=owner,
         ))  # fmt: skip
         self._running[number] = running
         self.waiting += 1

@@ -47,7 +47,6 @@ class Watch:
         self._counted = 0
         self._last: Stepped | None = None
         self._picture: Picture | None = None
-        self._canvases: list[dict[str, Any]] = []
         self.steps = self.tokens = 0
 
     def stepped(self, step: Stepped) -> None:
@@ -58,7 +57,6 @@ class Watch:
         self._counted += tokens
         if step.picture is not None:
             self._picture = step.picture
-            self._canvases = [self._drawn(canvas) for canvas in step.picture.canvases]
         idle = self._last is None or not self._last.running
         self._last = step
         if (spent := now - self._began_s) >= _EVERY_S:
@@ -69,12 +67,13 @@ class Watch:
             self._samples.append(_Sample(now, step.running, step.waiting, self._counted / seconds, step.memory))
             self._began_s, self._counted = now, 0
 
-    def status(self) -> dict[str, Any]:
-        """Return all of it as JSON: times in seconds before now."""
+    def status(self, owner: str) -> dict[str, Any]:
+        """Return all of it as JSON, of canvases those of one owner: times in seconds before now."""
         now, picture, last = time.monotonic(), self._picture, self._last
         running, waiting = (last.running, last.waiting) if last is not None else (0, 0)
         outlook = picture.outlook if picture is not None and running else None
         rate = self._samples[-1].tokens_s if self._samples and running else 0.0
+        canvases = picture.canvases if picture is not None and running else ()
         samples = [*self._samples, _Sample(now, running, waiting, rate, last.memory)] if last is not None else []
         return {
             "steps": self.steps, "tokens": self.tokens, "running": running, "waiting": waiting, "tokens_s": rate,
@@ -87,7 +86,7 @@ class Watch:
                 for one in samples
             ],
             "rows": dict(picture.rows) if picture is not None else {}, "plan": picture.plan if picture is not None else None,
-            "canvases": self._canvases if running else [],
+            "canvases": [self._drawn(one) for one in canvases if one.owner == owner],
             "outlook": _said(outlook),
         }  # fmt: skip
 
