@@ -483,11 +483,14 @@ def test_a_config_alone_is_served_with_random_weights_and_words_are_tokens(tmp_p
     command = [sys.executable, "-m", "mosaic", "serve", str(tmp_path), "--port", "0", "--host-budget", "0"]
     log, rng = tmp_path / "log", random.Random(31)
     with log.open("w") as written:
-        process = subprocess.Popen([*command, "--load-format", "dummy"], stderr=written)
+        process = subprocess.Popen([*command, "--load-format", "dummy", "--policy", "none"], stderr=written)
     try:
         until(lambda: "serving" in log.read_text() or process.poll() is not None, 60)
         base = log.read_text().partition("serving")[2].split()[2]
         assert _get(f"{base}/v1/models", Host="evil.example")[0] == 403
+        for field, preset in (("attention", "mage"), ("block_cache", "dc"), ("cache", "dual"), ("eviction", "focus")):
+            code, _, said = _get(f"{base}/v1/completions", json.dumps({"prompt": "a", field: preset}).encode())
+            assert code == 400 and f"does not allow '{preset}', it allows none".encode() in said
         for _ in range(8):
             words = "".join(
                 rng.choice(["no", "Übung", "\u2013", "mask"]) + rng.choice([" ", "\n ", "\t"])
@@ -511,6 +514,10 @@ def test_a_config_alone_is_served_with_random_weights_and_words_are_tokens(tmp_p
     finally:
         process.terminate()
         assert process.wait(60) == 0
-    for asked, says in ((["sdar-8b"], "--load-format dummy"), (["small", "--load-format", "best"], "auto")):
+    for asked, says in (
+        (["sdar-8b"], "--load-format dummy"),
+        (["small", "--load-format", "best"], "auto"),
+        (["small", "--policy", "no"], "none"),
+    ):
         refused = CliRunner().invoke(app, ["serve", *asked, "--port", "0"])
         assert isinstance(refused.exception, UsageError | UnknownName) and says in str(refused.exception)

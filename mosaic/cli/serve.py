@@ -65,7 +65,8 @@ def serve(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="Presets of caches, sparse attention and eviction that requests may ask for, such as mage; all if not given."
+            help="Presets of caches, sparse attention and eviction that requests may ask for, such as mage, or none; "
+            "all if not given."
         ),
     ] = None,
     override_generation_config: Annotated[
@@ -102,9 +103,10 @@ def serve(
     configure(log_format)
     described = load(model)
     known = sorted({name for names in (*NAMES.values(), *PLAIN.values()) for name in names} | set(BLOCK_CACHES))
-    for name in policy or ():
+    allowed = [name for name in policy or () if name != "none"]
+    for name in allowed:
         if name not in known:
-            raise UnknownName("policy", name, known)
+            raise UnknownName("policy", name, [*known, "none"])
     base = with_options(GenerationConfig(), json_object("--override-generation-config", override_generation_config))
     resolve(base, described.architecture)
     options = EngineOptions(
@@ -146,7 +148,7 @@ def serve(
 
             engine = ending.enter_context(start_replicas(options, limits, replicas, int(device != "cpu")))
         app = create_app(
-            described, name, options, limits, keys=api_key or (), strict=strict, policies=policy or None,
+            described, name, options, limits, keys=api_key or (), strict=strict, policies=allowed if policy else None,
             hosts=hosts_of(host, listening.getsockname()[0]), engine=engine,
         )  # fmt: skip
         asyncio.run(serving(app))
