@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
@@ -34,6 +34,7 @@ from mosaic.serving.app import create_app
 from mosaic.serving.gate import hosts_of
 from mosaic.serving.messages import Ended, Frame, Fresh
 from mosaic.serving.protocol import MARK
+from mosaic.serving.supervisor import AnswerLost
 from tests.test_server import COMPILE, MODEL, QUESTION, TOKENIZER, _client, _get, ids_of, serving, until
 
 DOCS = Path(__file__).parents[1] / "docs" / "serving.md"
@@ -178,6 +179,39 @@ class Hasty:
 
     async def close(self) -> None:
         """Nothing."""
+
+
+class Lost(Hasty):
+    """Such an engine, without canvases, that ends `losses` times when it has told its first token."""
+
+    def __init__(self, losses: int) -> None:
+        self.losses = losses
+
+    async def answer(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        async for told in super().answer():
+            yield told if isinstance(told, Ended) else {0: told[0]._replace(frame=None)}
+            if self.losses > 0:
+                self.losses -= 1
+                raise AnswerLost("the engine has failed.")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("losses", [0, 1, 2])
+def test_who_was_sent_nothing_is_asked_again_once_and_counts_once(losses: int, stream: bool) -> None:
+    """The first token may begin a stop string, so a stream holds it back, too."""
+    lost, text, ended = cast(Any, Lost(losses)), "one two three four", losses < 2
+    client = TestClient(create_app(MODEL, "m", EngineOptions(model="small-sdar"), engine=lambda *_: lost))
+    found = client.post("/v1/completions", json={"prompt": "a", "stop": f"{text} five", "stream": stream})
+    lines = [line for line in client.get("/metrics").text.splitlines() if line[0] != "#"]
+    counted = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines}
+    assert counted["vllm:time_to_first_token_seconds_count"] == 1
+    assert counted.get("vllm:e2e_request_latency_seconds_count", 0) == ended
+    assert counted["vllm:generation_tokens_total"] == len(TOKENIZER.encode(text)) * ended
+    if ended:
+        pieces = [line.removeprefix("data: ") for line in found.text.splitlines() if "{" in line]
+        assert "".join(json.loads(one)["choices"][0]["text"] for one in pieces) == text
+    else:
+        assert (found.status_code, found.json()["error"]["type"]) == (503, "engine_error")
 
 
 @pytest.mark.parametrize(

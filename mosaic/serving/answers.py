@@ -51,6 +51,7 @@ class Answers:
         came_s: float,
         name: str,
         owner: str,
+        first_s: float | None = None,
     ) -> None:
         self._timeout_s = timeout_s
         self._engine, self._metrics, self._question = engine, metrics, question
@@ -62,7 +63,8 @@ class Answers:
         self._scores = [list[TokenScore]() for _ in self.texts]
         self._steps = [0] * len(self.texts)
         self._cached = [0] * len(question.prompts)
-        self.first_s: float | None = None
+        self.first_s = first_s
+        """Seconds from `came_s` to the first final tokens, which were those of an engine that has ended since, if given."""
         self._began, self._name, self._owner = came_s, name, owner
 
     @property

@@ -100,20 +100,18 @@ class _Server:
         note.prompt_tokens = sum(map(len, question.prompts))
         reply, came_s = Reply(question, self.name, self.tokenizer), time.perf_counter()
 
-        def asking() -> Answers:
-            limit_s = self.limits.timeout_s
-            note.answers = Answers(self.engine, self.metrics, self.tokenizer, question, limit_s, came_s, note.id, owner)
+        def asking(first_s: float | None = None) -> Answers:
+            note.answers = Answers(
+                self.engine, self.metrics, self.tokenizer, question, self.limits.timeout_s, came_s, note.id, owner, first_s
+            )  # fmt: skip
             return note.answers
 
         headers = {"X-Mosaic-Ignored": _listed(question.ignored)} if question.ignored else {}
-        if question.stream:
-            return await self._streamed(note, reply, asking(), headers)
+        answered, answers = self._streamed if question.stream else self._whole, asking()
         try:
-            texts, scores = await self._whole(request, answers := asking())
+            return await answered(request, reply, answers, headers)
         except AnswerLost:  # nothing is sent yet
-            texts, scores = await self._whole(request, answers := asking())
-        reasons = [reason or "" for reason in answers.reasons]
-        return JSONResponse(reply.whole(texts, reasons, scores, answers.usage), headers=headers)
+            return await answered(request, reply, asking(answers.first_s), headers)
 
     async def _asked(self, request: Request, url: str | None = None) -> Question:
         """What a request asks for, as of this address, or as of a chat's if it has messages."""
@@ -170,8 +168,8 @@ class _Server:
                 "or ask for fewer tokens."
             )
 
-    async def _whole(self, request: Request, answers: Answers) -> tuple[list[str], list[list[TokenScore]]]:
-        """The texts of all answers, and what their tokens were committed by; a caller who leaves cancels them."""
+    async def _whole(self, request: Request, reply: Reply, answers: Answers, headers: dict[str, str]) -> Response:
+        """A response with all answers; a caller who leaves cancels them."""
         texts, scores = [""] * len(answers.texts), [list[TokenScore]() for _ in answers.texts]
 
         async def collect() -> None:
@@ -190,9 +188,10 @@ class _Server:
                 await collecting
             raise Ending(499, "the caller has left.", "cancelled")
         collecting.result()
-        return texts, scores
+        reasons = [reason or "" for reason in answers.reasons]
+        return JSONResponse(reply.whole(texts, reasons, scores, answers.usage), headers=headers)
 
-    async def _streamed(self, note: Note, reply: Reply, answers: Answers, headers: dict[str, str]) -> Response:
+    async def _streamed(self, request: Request, reply: Reply, answers: Answers, headers: dict[str, str]) -> Response:
         """A response that begins when there is something to send: what is refused before has its status."""
         pieces = answers.pieces()
         try:
@@ -218,7 +217,7 @@ class _Server:
                             yield _event(reply.piece(index, reason=reason))
                 except MosaicError as error:
                     ending = Ending.of(error)
-                    note.error = ending.kind
+                    request.state.note.error = ending.kind
                     yield _event(error_body(ending.message, ending.kind, ending.status))
             if reply.question.with_usage:
                 yield _event(reply.last(answers.usage))
