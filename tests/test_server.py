@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import logging
 import os
 import random
 import signal
@@ -469,7 +470,9 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(base: str) -> None:
     )
 
 
-def test_a_config_alone_is_served_with_random_weights_and_words_are_tokens(tmp_path: Path) -> None:
+def test_a_config_alone_is_served_with_random_weights_and_words_are_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Through the command: usage has as many tokens as words were sent, in a prompt or a chat, and answers have all of theirs."""
     sizes = {
         "hidden_size": 32,
@@ -521,3 +524,7 @@ def test_a_config_alone_is_served_with_random_weights_and_words_are_tokens(tmp_p
     ):
         refused = CliRunner().invoke(app, ["serve", *asked, "--port", "0"])
         assert isinstance(refused.exception, UsageError | UnknownName) and says in str(refused.exception)
+    logging.getLogger("mosaic.serving").warning("later")  # the standard error of those commands is closed
+    said = capsys.readouterr().err
+    assert "WARNING later" in said and "Logging error" not in said
+    logging.basicConfig(handlers=[], force=True)  # as before those commands

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import secrets
+import sys
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
@@ -111,10 +112,18 @@ class Logged:
 
 def configure(form: str) -> None:
     """Write all records of this process to its standard error, in one of `FORMATS`."""
-    handler = logging.StreamHandler()
+    handler = _StandardError()
     handler.setFormatter(_Json() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("mosaic").setLevel(logging.INFO)
+
+
+class _StandardError(logging.StreamHandler[Any]):
+    """Writes to what is the process's standard error now: one that was replaced may be closed."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 class _Json(logging.Formatter):
