@@ -3,7 +3,7 @@
 Each start is a process of its own over one folder of kernels, which is empty before the first: that one warms a session, another
 finds what it kept and warms nothing, a third does both. Seconds count from the process's start to its imports, to the end of
 `mosaic.compile`, of `Session.warm`, and to the first outcome of a request: the step that decides first, behind its prompt. Gaps are
-between outcomes from there on. Weights are random, and their time is in that of `compile`.
+between such outcomes from there on. Weights are random, and their time is in that of `compile`.
 Writes `cold-start-<model>-<device>.json`.
 """
 
@@ -58,7 +58,9 @@ def started(model: Any, device: str, prompt: int, answer: int, *, warms: bool, b
             found["warm_s"] = time.time() - began
         asked, outcomes = time.time(), list[float]()
         ids = prompt_of(compiled.architecture, prompt, torch.Generator().manual_seed(prompt))
-        request = session.submit(ids, config, on_step=lambda step: outcomes.append(time.time()))
+        request = session.submit(
+            ids, config, on_step=lambda step: outcomes.extend([time.time()] * bool(len(step.positions)))
+        )
         while session.live:
             session.advance()
         gaps = [1e3 * (after - before) for before, after in pairwise(outcomes)]

@@ -23,7 +23,7 @@ from benchmarks.over_http import figures, load_of
 from mosaic.bench import asked, results
 from mosaic.bench.client import Outcome
 from mosaic.decoding import GenerationConfig, Session, Submission
-from mosaic.decoding.stream import Stream
+from mosaic.decoding.stream import MOST_LIVE, Stream
 from mosaic.decoding.words import WordTokenizer
 from mosaic.errors import MosaicError
 from mosaic.models import load
@@ -94,7 +94,9 @@ def main(arguments: Sequence[str]) -> None:
         print(json.dumps({**found, "files": sources.loaded()}), flush=True)
 
     with compile(model, **case["compile"]) as compiled, Session(compiled) as session:
-        tell(card=card(case["compile"]["device"] != "cpu"))
+        if compiled.asynchronous:
+            session.warm(GenerationConfig(), requests=MOST_LIVE, **case["options"])
+        tell(card=card(compiled.asynchronous))
         new = NewSizes(compiled)
         for point in clock.while_left(case["points"], lambda line: print(line, file=sys.stderr)):
             uncounted, counted = point["traces"]

@@ -1,13 +1,13 @@
 """What HTTP and the server cost: the same requests to the engine alone, and over HTTP to `mosaic serve`.
 
-    python -m benchmarks.over_http sdar-8b --device h200 --traffic short --counts 64,128 --per-forward 2 --eviction off,on \
+    python -m benchmarks.over_http sdar-8b --device h200 --traffic short --counts 64,128 --per-forward 2 --eviction off \
         --poisson 0.8 --burst 128
 
 A closed loop has `--counts` requests in flight; who ends is followed by the next one. The engine alone is driven by a stream as the
 server's engine is, in a process of its own (`benchmarks.engine_alone`), which is gone before the server starts: each has the whole
-card. Prompts are random words, one token each. Tokens per forward are forced by the steps of a block, drawn from the seed where no
-whole number of steps gives them, with a threshold that nothing reaches; weights are random, and no answer ends early. Before each
-point comes one like it that is not counted, with other prompts, as sizes of steps are planned and captured when they first come.
+card. Both are warm as `mosaic serve` is. Prompts are random words, one token each. Tokens per forward are forced by the steps of a
+block, drawn from the seed where no whole number of steps gives them, with a threshold that nothing reaches; weights are random, and no
+answer ends early. Before each point comes one with short answers that is not counted.
 
 `--poisson` lets requests come at random, at this share of the most requests per second that a closed loop over HTTP has answered.
 `--burst` sends requests all at once, of which each needs one step behind its prompt for its first token; the floor is that of all
@@ -49,8 +49,8 @@ EVICTION: Final[Mapping[str, Mapping[str, Any]]] = {
     "off": {}, "on": {"eviction": "focus"}, "on+dc+": {"eviction": "focus", "block_cache": "dc+"}
 }  # fmt: skip
 CLOSED, POISSON, BURST = "closed loop", "Poisson", "at once"
-UNCOUNTED: Final = 256
-"""Tokens of an answer that is not counted, at most; its prompt is longer instead, as sizes of steps go by whole lengths."""
+UNCOUNTED: Final = 64
+"""Tokens of an answer that is not counted, at most."""
 LEAST: Final = 8
 """Requests of a point, at least."""
 ENGINE: Final = 0.45
@@ -59,8 +59,8 @@ START_S: Final = 400.0
 LINES: Final = 30
 """Of a server's log, the last ones but those of requests, which are shown where it fails."""
 METHOD: Final = (
-    "one pass after an uncounted one of other prompts, as long in all with answers of 256 tokens at most, Poisson processes "
-    "without it; percentiles are of all requests"
+    "one pass of sessions that are warm, after an uncounted one of as many requests as are in flight, with other prompts and answers "
+    "of 64 tokens at most, Poisson processes without it; percentiles are of all requests"
 )
 _TIMES: Final = ("ttft", "tpot", "e2el")
 _PERCENTILES: Final = (50, 95, 99)
@@ -73,13 +73,13 @@ def loops(asked: Any) -> list[dict[str, Any]]:
     """The points that are measured with and without HTTP."""
     closed: list[dict[str, Any]] = [
         {
-            "load": CLOSED, "eviction": eviction, "per_forward": per_forward, "count": count,
+            "load": CLOSED, "eviction": asked.eviction, "per_forward": per_forward, "count": count,
             "requests": max(LEAST, asked.rounds * count),
         }
-        for eviction, per_forward, count in product(asked.eviction, asked.per_forward, asked.counts)
+        for per_forward, count in product(asked.per_forward, asked.counts)
     ]  # fmt: skip
     burst = {
-        "load": BURST, "eviction": asked.eviction[0], "per_forward": asked.block, "count": asked.burst, "requests": asked.burst,
+        "load": BURST, "eviction": asked.eviction, "per_forward": asked.block, "count": asked.burst, "requests": asked.burst,
     }  # fmt: skip
     return [*closed, burst] if asked.burst else closed
 
@@ -90,9 +90,9 @@ def written(path: Path, point: Mapping[str, Any], asked: Any, model: Model, *, c
     answer = asked.answer if counted else min(asked.answer, UNCOUNTED)
     steps, vocabulary = asked.block / point["per_forward"], model.architecture.vocabulary
     lines = []
-    for _ in range(point["requests"]):
+    for _ in range(point["requests"] if counted else point["count"]):
         body = {"steps": int(steps) + (rng.random() < steps % 1), "threshold": 1.0, **EVICTION[point["eviction"]]}
-        prompt = " ".join(map(str, of_words.choices(range(vocabulary), k=asked.prompt + asked.answer - answer)))
+        prompt = " ".join(map(str, of_words.choices(range(vocabulary), k=asked.prompt)))
         lines.append({"at_s": at_s, "prompt": prompt, "output_length": answer, "extra_body": body})
         at_s += rng.expovariate(point["rate"]) if "rate" in point else 0.0
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -102,7 +102,8 @@ def written(path: Path, point: Mapping[str, Any], asked: Any, model: Model, *, c
 def load_of(trace: str | Path, point: Mapping[str, Any], base_url: str = "http://none", model: str = "") -> Load:
     """What is sent of a trace: in a closed loop, or as it comes."""
     return Load(
-        base_url=base_url, model=model, lengths=TRAFFIC["short"], trace=Path(trace), requests=point["requests"],
+        base_url=base_url, model=model, lengths=TRAFFIC["short"], trace=Path(trace),
+        requests=len(Path(trace).read_text().splitlines()),
         concurrency=point["count"] if point["load"] == CLOSED else None, body={"ignore_eos": True},
     )  # fmt: skip
 
@@ -138,7 +139,9 @@ def engine_alone(
     folder: Path, points: Sequence[dict[str, Any]], asked: Any, minutes: float
 ) -> Iterator[dict[str, Any]]:
     """Yield what the engine alone says of each point, in order, until it has ended."""
-    case = {"model": str(folder), "compile": compiling(asked), "minutes": minutes, "points": points}
+    case = {
+        "model": str(folder), "compile": compiling(asked), "options": EVICTION[asked.eviction], "minutes": minutes, "points": points,
+    }  # fmt: skip
     command = [sys.executable, "-m", "benchmarks.engine_alone", json.dumps(case)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -164,6 +167,7 @@ def server(folder: Path, name: str, asked: Any, log: Path) -> Iterator[str]:
     """The address of a server, which ends with the block; what it says goes to a log."""
     given = {name.replace("_", "-"): value for name, value in compiling(asked).items() if value is not None}
     given |= {"load-format": "dummy", "served-name": name, "port": "0", "drain-timeout": "1"}
+    given["override-generation-config"] = json.dumps(EVICTION[asked.eviction])
     command = [sys.executable, "-m", "mosaic", "serve", str(folder)]
     command += [part for option, value in given.items() for part in (f"--{option}", value)]
     began = time.monotonic()
@@ -330,14 +334,12 @@ def main(arguments: Sequence[str]) -> None:
         "--rounds", type=int, default=2, help=f"requests of a point for each in flight, {LEAST} in all at least"
     )
     parser.add_argument("--per-forward", type=parse_ratio, default=(2.0,), help="tokens of a request's step")
-    parser.add_argument("--eviction", type=lambda text: text.split(","), default=["off"], help="among off, on, on+dc+")
+    parser.add_argument("--eviction", choices=EVICTION, default="off", help="what all requests ask for")
     parser.add_argument("--poisson", type=float, default=0.0, help="share of the most requests per second; 0: none")
     parser.add_argument("--burst", type=int, default=0, help="requests at once; 0: none")
     parser.add_argument("--block", type=int, default=32, help="tokens of a block")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     asked = parser.parse_args(arguments)
-    if unknown := {*asked.eviction} - {*EVICTION}:
-        parser.error(f"--eviction: expected {', '.join(EVICTION)}, got {', '.join(sorted(unknown))}")
     prompt, answer = LENGTHS[asked.traffic]
     asked.prompt, asked.answer = asked.prompt or prompt, asked.answer or answer
     clock = Clock.start(asked.minutes)

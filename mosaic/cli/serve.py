@@ -76,8 +76,9 @@ def serve(
         int, typer.Option(min=1, help="Engines, each on a card of its own; above 1 they run on Ray Serve.")
     ] = 1,
     warm: Annotated[
-        bool, typer.Option("--warm", help="Plan, compile and capture steps before the first request.")
-    ] = False,
+        bool | None,
+        typer.Option(help="Plan, compile and capture steps before the first request; on a card that is the default."),
+    ] = None,
 ) -> None:
     """Serve a model over HTTP with OpenAI's endpoints, its engine in a process of its own."""
     require_torch("`mosaic serve`")

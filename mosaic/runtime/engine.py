@@ -51,7 +51,7 @@ MAKING_MS: Final = 150.0
 """What it takes to plan a step of some 8B parameters, to bind it, and to capture it: it stops whoever waits for it."""
 SLOWER: Final = 1.5
 """How much longer a step that is ready takes, at most, than one that would have to be made."""
-CAPTURED_MS: Final = 500.0
+CAPTURED_MS: Final = 100.0
 """Longest predicted step, in milliseconds, that is captured: a longer step hides its launches behind its kernels."""
 _log = logging.getLogger(__name__)
 
@@ -251,19 +251,17 @@ class Engine:
         return bound is not None and bound[1].is_ready
 
     def rehearse(self, step: PackedStep, kept: int | None) -> None:
-        """Run a step that serves nobody, the second graph of a cut one at a size, until its graphs are bound and captured."""
+        """Bind and capture a step that serves nobody, of a cut one with the second graph at a size."""
         graphs = [step] if kept is None else [step.graph(), step.graph(kept)]
         self._rehearsed.add(step.key)
-        for _ in range(2 if self._on_cuda else 1):  # the second run captures
-            if all(map(self.is_ready, graphs)):
-                break
-            self._graphs.begin()
-            self._running = step.size
-            for graph in graphs:
-                self._run(graph, None)
+        self._graphs.begin()
+        self._running = step.size
+        for graph in graphs:
+            if not self.is_ready(graph):
+                self._run(graph, None, rehearse=True)
 
-    def _run(self, step: PackedStep, config: Settings | None) -> Ran:
-        """Run one graph; missing inputs raise before anything changes."""
+    def _run(self, step: PackedStep, config: Settings | None, *, rehearse: bool = False) -> Ran:
+        """Run one graph, or rehearse it; missing inputs raise before anything changes."""
         key = step.key, None if config is None else tuple(sorted((name, repr(value)) for name, value in config.items()))
         bound = self._bound.get(key)
         plan = self.plans.plan(step.size, config) if bound is None else bound[0]
@@ -282,7 +280,7 @@ class Engine:
         self._poison_fresh_rows()
         step.write(executor)
         with self._in_force():
-            executor.run()
+            (executor.rehearse if rehearse else executor.run)()
         self.held.done(records)
         return Ran(executor.outputs, plan)
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +24,7 @@ from mosaic.decoding.live import Submission
 from mosaic.decoding.rungs import most_of
 from mosaic.decoding.session import Session
 from mosaic.decoding.stream import MOST_LIVE, Outcome, Stream
-from mosaic.errors import DoesNotFit, MosaicError
+from mosaic.errors import DoesNotFit, MosaicError, UsageError
 from mosaic.jobs.sampling import submissions
 from mosaic.models import load
 from mosaic.models.parts import KV
@@ -93,7 +94,8 @@ class EngineOptions:
     max_num_seqs
         Requests that are live at once, at most.
     warm
-        Whether steps are planned, compiled and captured before the first request.
+        Whether steps are planned, compiled and captured before the first request, as far as requests have the options `base`;
+        None: on a card, if such requests have a ladder of steps.
     log_format
         How the process writes its log, one of `logs.FORMATS`; None: as Python does.
     """
@@ -103,7 +105,7 @@ class EngineOptions:
     load_format: str = "auto"
     base: GenerationConfig = field(default_factory=GenerationConfig)
     max_num_seqs: int = MOST_LIVE
-    warm: bool = False
+    warm: bool | None = None
     log_format: str | None = None
 
 
@@ -351,8 +353,9 @@ def _serve(options: EngineOptions, connection: Connection) -> None:
     if options.load_format == "dummy":
         model = replace(model, path=None)
     with compile(model, **options.compile) as compiled, Session(compiled) as session:
-        if options.warm:
-            session.warm(options.base, requests=options.max_num_seqs)
+        if compiled.asynchronous if options.warm is None else options.warm:
+            with nullcontext() if options.warm else suppress(UsageError):
+                session.warm(options.base, requests=options.max_num_seqs)
         arch = model.architecture
         context, token = arch.max_context or MAX_TOKENS, int(arch.mask_token_id == 0)
         connection.send(Ready(longest=_longest(session, options.base, token, context)))
