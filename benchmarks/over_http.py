@@ -6,8 +6,8 @@
 A closed loop has `--counts` requests in flight; who ends is followed by the next one. The engine alone is driven by a stream as the
 server's engine is, in a process of its own (`benchmarks.engine_alone`), which is gone before the server starts: each has the whole
 card. Both are warm as `mosaic serve` is. Prompts are random words, one token each. Tokens per forward are forced by the steps of a
-block, drawn from the seed where no whole number of steps gives them, with a threshold that nothing reaches; weights are random, and no
-answer ends early. Before each point comes one with short answers that is not counted.
+block, drawn from the seed where no whole number of steps gives them, with a threshold that nothing reaches; weights are random, and
+no answer ends early. Before each point comes one with short answers that is not counted.
 
 `--poisson` lets requests come at random, at this share of the most requests per second that a closed loop over HTTP has answered.
 `--burst` sends requests all at once, of which each needs one step behind its prompt for its first token; the floor is that of all
@@ -59,8 +59,8 @@ START_S: Final = 400.0
 LINES: Final = 30
 """Of a server's log, the last ones but those of requests, which are shown where it fails."""
 METHOD: Final = (
-    "one pass of sessions that are warm, after an uncounted one of as many requests as are in flight, with other prompts and answers "
-    "of 64 tokens at most, Poisson processes without it; percentiles are of all requests"
+    "one pass of sessions that are warm, after an uncounted one of as many requests as are in flight, with other prompts and "
+    "answers of 64 tokens at most, Poisson processes without it; percentiles are of all requests"
 )
 _TIMES: Final = ("ttft", "tpot", "e2el")
 _PERCENTILES: Final = (50, 95, 99)
@@ -140,7 +140,8 @@ def engine_alone(
 ) -> Iterator[dict[str, Any]]:
     """Yield what the engine alone says of each point, in order, until it has ended."""
     case = {
-        "model": str(folder), "compile": compiling(asked), "options": EVICTION[asked.eviction], "minutes": minutes, "points": points,
+        "model": str(folder), "compile": compiling(asked), "options": EVICTION[asked.eviction], "minutes": minutes,
+        "points": points,
     }  # fmt: skip
     command = [sys.executable, "-m", "benchmarks.engine_alone", json.dumps(case)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
