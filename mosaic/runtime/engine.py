@@ -251,17 +251,19 @@ class Engine:
         return bound is not None and bound[1].is_ready
 
     def rehearse(self, step: PackedStep, kept: int | None) -> None:
-        """Bind and capture a step that serves nobody, of a cut one with the second graph at a size."""
+        """Run a step that serves nobody, the second graph of a cut one at a size, until its graphs are bound and captured."""
         graphs = [step] if kept is None else [step.graph(), step.graph(kept)]
         self._rehearsed.add(step.key)
-        self._graphs.begin()
-        self._running = step.size
-        for graph in graphs:
-            if not self.is_ready(graph):
-                self._run(graph, None, rehearse=True)
+        for _ in range(2 if self._on_cuda else 1):  # the second run captures
+            if all(map(self.is_ready, graphs)):
+                break
+            self._graphs.begin()
+            self._running = step.size
+            for graph in graphs:
+                self._run(graph, None)
 
-    def _run(self, step: PackedStep, config: Settings | None, *, rehearse: bool = False) -> Ran:
-        """Run one graph, or rehearse it; missing inputs raise before anything changes."""
+    def _run(self, step: PackedStep, config: Settings | None) -> Ran:
+        """Run one graph; missing inputs raise before anything changes."""
         key = step.key, None if config is None else tuple(sorted((name, repr(value)) for name, value in config.items()))
         bound = self._bound.get(key)
         plan = self.plans.plan(step.size, config) if bound is None else bound[0]
@@ -280,7 +282,7 @@ class Engine:
         self._poison_fresh_rows()
         step.write(executor)
         with self._in_force():
-            (executor.rehearse if rehearse else executor.run)()
+            executor.run()
         self.held.done(records)
         return Ran(executor.outputs, plan)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from mosaic.runtime.host_inputs import HostInputs, Numbers
 from mosaic.runtime.poison import Poison
 from mosaic.runtime.regions import Regions
 from mosaic.runtime.streams import MAIN, CudaStreams, device_lost
-from mosaic.runtime.unroll import Arguments, Segment, Step, form_of, unroll
+from mosaic.runtime.unroll import Arguments, Segment, Step, unroll
 from mosaic.runtime.views import Views
 from mosaic.runtime.weight_guard import WeightGuard
 from mosaic.runtime.weights import require_in_place
@@ -224,11 +224,6 @@ class Executor:
         self._run()
         self._guard.end()
 
-    def rehearse(self) -> None:
-        """Load the kernels of a step that serves nobody, and capture it. Of launches of one form the first is enough, unless they
-        compute numbers that may be places of rows."""
-        self._on_streams(self._rehearse)
-
     def in_parts(self, share: float) -> Generator[None]:
         """Run the step launch by launch, in parts of at most `share` of its FLOPs or one launch; yield between two of them.
 
@@ -292,22 +287,6 @@ class Executor:
         elif not (self._capture and self._warm and self._try_capture()):
             self._walk()
             self._warm = True
-
-    def _rehearse(self) -> None:
-        self._walk(self._differing())
-        self._warm = True
-        if self._capture and not self.captured:
-            self._try_capture()
-
-    def _differing(self) -> Iterator[tuple[Step, Arguments]]:
-        """The calls of a step without launches of a form that was there before."""
-        ops, buffers, done = self.records.ops, self.records.buffers, set[Hashable]()
-        places = {op.index for op in ops if any(buffers[b].dtype.startswith(("int", "bool")) for b in op.writes)}
-        for step, more in self._listed():
-            form = step.function, *[(name, form_of(value)) for name, value in {**step.arguments, **more}.items()]
-            if step.name != ops[step.op].name or step.op in places or form not in done:
-                done.add(form)
-                yield step, more
 
     def _try_capture(self) -> bool:
         """Capture the step and launch it; return whether it was launched. If it cannot be captured, warn once and do

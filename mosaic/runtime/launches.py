@@ -21,7 +21,7 @@ from mosaic.planner.plan_records import records_in
 from mosaic.registrar.operators import OPERATORS
 from mosaic.runtime.opening import current_card
 from mosaic.runtime.regions import Regions
-from mosaic.runtime.unroll import Arguments, form_of, unroll
+from mosaic.runtime.unroll import Arguments, unroll
 from mosaic.runtime.views import Views
 from mosaic.runtime.workspace import torch_dtype
 
@@ -118,7 +118,7 @@ class Launches:
                         self._launch(step.function, {**step.arguments, **more})
 
     def _launch(self, launch: Callable[..., object], arguments: Arguments) -> None:
-        form = launch, *[(name, form_of(value)) for name, value in arguments.items()]
+        form = launch, *[(name, _form(value)) for name, value in arguments.items()]
         if form not in self._done:
             self._done.add(form)
             launch(**arguments)
@@ -129,6 +129,12 @@ def _differing(table: Sequence[Arguments]) -> Iterator[Arguments]:
     yield from table[:PERIOD]
     if len(table) > PERIOD:
         yield table[-1]
+
+
+def _form(value: Any) -> Hashable:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return value.dtype, value.shape, value.stride(), value.data_ptr() % 16
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from torch import Tensor
-
 from mosaic.errors import PlanFormatError, UnknownName
 from mosaic.kernels.binding import check, kernel_of, launcher_of
 from mosaic.planner.plan_records import PlanOp, PlanRecords
@@ -112,13 +110,6 @@ def unroll(
         If an op's operator was not given and Mosaic does not ship it, or if its implementation cannot run here.
     """
     return tuple(_Unroller(records, operators, regions, views, streams, poison).segments())
-
-
-def form_of(value: Any) -> Hashable:
-    """Return what of an argument chooses the kernel of a launch, and the code that is compiled for it."""
-    if not isinstance(value, Tensor):
-        return repr(value)
-    return value.dtype, value.shape, value.stride(), value.data_ptr() % 16
 
 
 class _Unroller:
