@@ -224,7 +224,7 @@ def test_who_was_sent_nothing_is_asked_again_once_and_counts_once(losses: int, s
 def test_without_keys_a_loopback_address_is_asked_under_its_own_names_alone(
     host: str, address: str, keys: tuple[str, ...], own: str | None
 ) -> None:
-    """A page can have its own name resolve to 127.0.0.1; `own` is None where any name will do."""
+    """A page can have its own name resolve to 127.0.0.1, or ask under ours; `own` is None where any name will do."""
     hasty: Any = Hasty()
     app = create_app(
         MODEL, "m", EngineOptions(model="small-sdar"), engine=lambda *_: hasty, hosts=hosts_of(host, address), keys=keys
@@ -241,6 +241,16 @@ def test_without_keys_a_loopback_address_is_asked_under_its_own_names_alone(
         assert repr(name + port) in error["message"] and "localhost, 127.0.0.1, [::1]" in error["message"]
         asked = client.post("/v1/completions", json={"prompt": "a"}, headers={"Host": name + port})
         assert asked.status_code == 403 and asked.headers["x-request-id"]
+    for name, port in product([*good, *bad, "null"], ("", ":3000")):
+        origin = name if name == "null" else f"http://{name}{port}"
+        found = client.post(
+            "/v1/completions", content='{"prompt": "a"}',
+            headers={"Host": "localhost", "Origin": origin, "Content-Type": "text/plain", "Authorization": "Bearer k"},
+        )  # fmt: skip
+        assert found.status_code == (200 if own is None or name in good else 403), origin
+        if found.status_code == 403:
+            error = found.json()["error"]
+            assert error["type"] == "permission_error" and f"Origin is {origin!r}" in error["message"]
 
 
 def test_an_answer_ends_once_behind_all_of_its_text() -> None:
@@ -447,10 +457,10 @@ def test_every_way_to_decide_tells_its_probabilities(options: dict[str, Any]) ->
 
 @pytest.mark.soak
 def test_a_server_answers_within_ten_seconds_of_its_start(tmp_path: Path) -> None:
-    """From the command, with no kernel kept, on a machine that does nothing else; twice."""
-    for turn in range(2):
+    """From the command, with no kernel kept, on a machine that does nothing else; twice, the second time over IPv6."""
+    for turn, host in enumerate(("127.0.0.1", "::1" if Path("/proc/net/if_inet6").exists() else "localhost")):
         environment = {**os.environ, "MOSAIC_KERNELS": str(tmp_path / str(turn))}
-        command = [sys.executable, "-m", "mosaic", "serve", "small", "--port", "0"]
+        command = [sys.executable, "-m", "mosaic", "serve", "small", "--port", "0", "--host", host]
         began, log = time.monotonic(), tmp_path / f"log{turn}"
         with log.open("w") as written:
             process = subprocess.Popen(command, stderr=written, env=environment)

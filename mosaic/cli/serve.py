@@ -89,7 +89,7 @@ def serve(
     from mosaic.serving.app import create_app, name_of
     from mosaic.serving.connections import Server
     from mosaic.serving.engine import LOAD_FORMATS, EngineOptions
-    from mosaic.serving.gate import hosts_of
+    from mosaic.serving.gate import host_in_url, hosts_of
     from mosaic.serving.logs import FORMATS, configure
     from mosaic.serving.supervisor import EngineFailed, Limits
 
@@ -139,7 +139,7 @@ def serve(
                 await ending
                 raise
         else:
-            _log.info("serving %s on http://%s:%d", name, host, listening.getsockname()[1])
+            _log.info("serving %s on http://%s:%d", name, host_in_url(host), listening.getsockname()[1])
         await ending
 
     with listening, ExitStack() as ending:

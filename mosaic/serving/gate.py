@@ -14,7 +14,7 @@ from mosaic.serving.endings import Ending
 if TYPE_CHECKING:
     from fastapi import Request
 
-__all__ = ["Gate", "hosts_of"]
+__all__ = ["Gate", "host_in_url", "hosts_of"]
 
 _LOCAL: Final = ("localhost", "127.0.0.1", "[::1]")
 _PORT: Final = re.compile(r":[0-9]*$")
@@ -27,8 +27,16 @@ def hosts_of(host: str, address: str) -> Sequence[str] | None:
     >>> hosts_of("127.0.0.2", "127.0.0.2")
     ('localhost', '127.0.0.1', '[::1]', '127.0.0.2')
     """
-    own = f"[{host}]" if ":" in host else host.lower()
-    return tuple(dict.fromkeys((*_LOCAL, own))) if ip_address(address).is_loopback else None
+    return tuple(dict.fromkeys((*_LOCAL, host_in_url(host.lower())))) if ip_address(address).is_loopback else None
+
+
+def host_in_url(host: str) -> str:
+    """Return a host as URLs have it.
+
+    >>> host_in_url("::1")
+    '[::1]'
+    """
+    return f"[{host}]" if ":" in host else host
 
 
 class Gate:
@@ -41,8 +49,9 @@ class Gate:
     most_connections
         Open ones; the server marks those beyond it.
     hosts
-        What `Host` has to name, with any port, where there are no keys; None: it is not looked at. A page of any site can have its
-        name resolve to 127.0.0.1, and would then ask as if it came from here.
+        What `Host` has to name, with any port, where there are no keys, and `Origin`, if a browser sends it; None: neither is
+        looked at. A page of any site can have its name resolve to 127.0.0.1, and would then ask as if it came from here; under
+        its own name it can still send what it may not read the answer of, and load the engine.
     """
 
     def __init__(self, keys: Sequence[str], most_connections: int, hosts: Sequence[str] | None) -> None:
@@ -53,13 +62,22 @@ class Gate:
         self._hosts = None if keys else hosts
 
     def name(self, request: Request) -> None:
-        """Refuse what is asked under a name that is not this server's."""
-        given = request.headers.get("host", "")
-        if self._hosts is not None and _PORT.sub("", given).lower() not in self._hosts:
-            own = ", ".join(self._hosts)
+        """Refuse what is asked under a name that is not this server's, or by a page of another site."""
+        if self._hosts is None:
+            return
+        own, given = ", ".join(self._hosts), request.headers.get("host", "")
+        if not self._names_us(given):
             said = f"the header Host is {given!r}; without API keys this server answers under {own} alone: use one of these names, "
             said += "let a proxy send it as Host, or start the server with --api-key."
             raise Ending(403, said, "permission_error")
+        origin = request.headers.get("origin")
+        if origin is not None and not self._names_us(origin.partition("://")[2]):
+            said = f"the header Origin is {origin!r}; without API keys this server answers pages of {own} alone: open it under "
+            said += "one of these names, or start the server with --api-key."
+            raise Ending(403, said, "permission_error")
+
+    def _names_us(self, given: str) -> bool:
+        return _PORT.sub("", given).lower() in (self._hosts or ())
 
     def admit(self, request: Request) -> None:
         """Refuse what comes over a connection beyond the limit."""
