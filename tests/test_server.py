@@ -282,6 +282,21 @@ def test_who_finds_the_queue_full_is_told_when_the_next_one_is_admitted() -> Non
         assert 0.5 < int(headers["retry-after"]) / later["wait_seconds"] < 2 and later["wait_seconds"] > 3
 
 
+@pytest.mark.soak
+def test_who_comes_during_a_long_step_counts_as_waiting() -> None:
+    """The engine knows of the one that waits a step late, and steps over a whole canvas take a while here."""
+    long = json.dumps({"prompt": "Tom had", "max_tokens": 1024, "steps": 1024, "ignore_eos": True}).encode()
+    with serving(model="small", max_num_seqs=1, limits=Limits(max_waiting=1)) as base, ExitStack() as leaving:
+        for running in (0, 1):
+            until(partial(lambda count: _metric(base, "vllm:num_requests_running") == count, running), 30)
+            connection = http.client.HTTPConnection(base.removeprefix("http://"))
+            leaving.callback(connection.close)
+            connection.request("POST", "/v1/completions", long, {"Content-Type": "application/json"})
+        time.sleep(0.1)  # the server has it, the engine is in a step
+        while not _metric(base, "vllm:num_requests_waiting"):
+            assert _get(f"{base}/v1/completions", long)[0] == 429
+
+
 def test_a_killed_engine_ends_what_had_begun_and_answers_the_rest() -> None:
     """One live request has sent text, one waits behind it; the waiting one is asked again, others come after. So is one that has
     text and has sent none."""

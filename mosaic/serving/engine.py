@@ -160,6 +160,7 @@ class _Engine:
         self._model, self._session, self._connection = model, session, connection
         self._stream = Stream(session, most_live=options.max_num_seqs, most_ahead=_AHEAD)
         self._waiting = deque[Asked]()
+        self._newest = 0
         self._most_live = options.max_num_seqs
         self._feeds: dict[int, tuple[list[_Feed], Sequence[LiveRequest]]] = {}  # by prompt
         self._memory, self._looked_s = dict[str, tuple[int, int]](), -math.inf
@@ -196,6 +197,7 @@ class _Engine:
     def _take(self, message: ToEngine) -> None:
         if isinstance(message, Asked):
             self._waiting.append(message)
+            self._newest = message.number
             return
         if isinstance(message, Watched):
             self._watched_s = time.monotonic()
@@ -251,8 +253,8 @@ class _Engine:
             self._drawn_s, picture = now, self._picture()
         waiting = len(self._waiting) + self._stream.holds
         return Stepped(
-            fresh=fresh, seconds=seconds, waiting=waiting, running=len(self._session.live), memory=self._memory,
-            components=self._components, keys_used=self._keys_used, room_in=self._room_in, picture=picture,
+            fresh=fresh, seconds=seconds, waiting=waiting, running=len(self._session.live), newest=self._newest,
+            memory=self._memory, components=self._components, keys_used=self._keys_used, room_in=self._room_in, picture=picture,
         )  # fmt: skip
 
     def _picture(self) -> Picture:

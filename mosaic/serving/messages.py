@@ -164,6 +164,8 @@ class Stepped:
         That it took.
     waiting, running
         Prompts that are not admitted yet, and requests that are live.
+    newest
+        Number of the last prompt that it has taken: later ones came during the step, and are not among those that wait.
     memory
         Bytes by pool, as planned and as committed.
     components, keys_used
@@ -178,6 +180,7 @@ class Stepped:
     seconds: float
     waiting: int
     running: int
+    newest: int
     memory: Mapping[str, tuple[int, int]]
     components: Mapping[str, int]
     keys_used: float

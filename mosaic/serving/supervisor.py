@@ -12,7 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from mosaic.decoding.config import GenerationConfig
@@ -326,8 +327,9 @@ class Supervisor:
         elif isinstance(message, Failed):
             self.failure = message.message
         elif isinstance(message, Stepped):
-            self.waiting, self._room_in = message.waiting, message.room_in
-            self._stepped(message)
+            unseen = takewhile(lambda number: number > message.newest, reversed(self._running))
+            self.waiting, self._room_in = message.waiting + sum(1 for _ in unseen), message.room_in
+            self._stepped(replace(message, waiting=self.waiting))
             self._time(message.running)
             for number, fresh in message.fresh.items():
                 if (running := self._running.get(number)) is not None:
