@@ -329,9 +329,12 @@ def test_the_command_answers_a_file(
     assert command(monkeypatch, *ask) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1 and f"{path}, line {len(lines) + 1}: not JSON" in said.err
+    assert "--skip-bad-lines" in said.err
     assert command(monkeypatch, *ask, "--skip-bad-lines", "--json") == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["bad"] == 1 and "; skipped\n" in said.err
+    assert command(monkeypatch, *ask, "--skip-bad-lines") == 0
+    assert f"0 new answers in {out}" in capsys.readouterr().err
     found = sorted(answers(out), key=lambda one: one["line"])
     assert [one["line"] for one in found] == [*expected]
     assert [len(one["token_ids"]) for one in found] == [len(one["token_ids"]) for one in expected.values()]

@@ -171,6 +171,7 @@ def test_options_reach_the_algorithms_that_take_them() -> None:
     few = SamplingParams(top_p=0.9, top_k=40, extra_args={"algorithm": "fast-dllm"}).config(base, llada)
     assert (few.top_p, few.top_k) == (0.9, 40)
     assert SamplingParams(top_k=-1).config(base, sdar).top_k == 0
+    assert SamplingParams(logit_bias={}, bad_words=[]).config(base, sdar) == SamplingParams().config(base, sdar)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +207,7 @@ def test_options_without_meaning_are_refused_by_name(options: dict[str, Any], sa
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: Mosaic has nothing"),
         ({"budgt": "1GiB"}, "unknown option of LLM 'budgt'. Did you mean 'budget'?"),
         ({"max_num_seqs": 0}, "max_num_seqs: expected a number of prompts"),
+        ({"max_model_len": 0}, "max_model_len: expected a number of tokens, at least 1, got 0."),
         ({"gpu_memory_utilization": 1.5}, "expected a share above 0, at most 1, got 1.5"),
         ({"gpu_memory_utilization": 0.5, "budget": "1GiB"}, "give one of the two"),
         ({"cpu_offload_gb": -1}, "cpu_offload_gb: expected a number, at least 0"),

@@ -44,6 +44,6 @@ def answer_file(
         return
     rate = tally.tokens / tally.seconds if tally.seconds else 0.0
     note(
-        f"{tally.answered:,} answers in {out}, {tally.refused:,} of them errors; {tally.bad:,} lines skipped; "
+        f"{tally.answered:,} new answers in {out}, {tally.refused:,} of them errors; {tally.bad:,} lines skipped; "
         f"{tally.tokens:,} tokens in {tally.seconds:.2f} s, {tally.forwards:,} forwards, {rate:,.1f} tokens/s"
     )

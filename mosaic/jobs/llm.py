@@ -119,6 +119,8 @@ class LLM(ClosesOnExit):
                 raise UnknownName("option of LLM", name, sorted(_OF_COMPILE))
         if not is_integer(max_num_seqs) or max_num_seqs < 1:
             raise UsageError(f"max_num_seqs: expected a number of prompts, at least 1, got {max_num_seqs!r}.")
+        if max_model_len is not None and (not is_integer(max_model_len) or max_model_len < 1):
+            raise UsageError(f"max_model_len: expected a number of tokens, at least 1, got {max_model_len!r}.")
         self._owned = not isinstance(model, CompiledModel)
         if self._owned:
             given = {**options, **_budgets(options, gpu_memory_utilization, cpu_offload_gb)}

@@ -95,7 +95,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         names = [entry.name for entry in fields(self)]
         for entry in fields(self)[names.index("extra_args") + 1 :]:
-            if (value := getattr(self, entry.name)) != entry.default:
+            if (value := getattr(self, entry.name)) not in (entry.default, {}, []):
                 raise UsageError(f"{entry.name}={value!r}: no decoding algorithm here has this; leave it out.")
         if not is_integer(self.n) or self.n < 1:
             raise UsageError(f"n: expected a number of answers, at least 1, got {self.n!r}.")
