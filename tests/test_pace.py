@@ -37,3 +37,25 @@ def test_blocks_that_always_have_prompts_beside_them_are_timed_again_when_they_a
         tokens = 400 if cost is None else int(max(min(1.5 * found, 50.0) - found, 0.0) / max(cost, 1e-6))
         pace.note(1, tokens, alone_ms + token_ms * tokens, own)
     assert pace.alone_ms(1) == pytest.approx(17.8, rel=0.05) and tokens > 300
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_end_of_a_prompt_says_nothing_of_the_next_ones_beginning(seed: int) -> None:
+    """The last chunks of a prompt are short, and cost next to nothing; whoever takes that for the rate delays blocks too long."""
+    rng, pace = random.Random(seed), Pace()
+    alone_ms, token_ms = rng.uniform(4, 10), rng.uniform(0.02, 0.05)
+
+    def took(tokens: int) -> float:
+        return max(alone_ms, token_ms * tokens) + (0.2 * alone_ms if 0 < tokens * token_ms < alone_ms else 0.0)
+
+    pace.note(1, 0, alone_ms, 4)
+    delays = []
+    for _ in range(4):
+        left = rng.randint(4_000, 16_000)
+        while left:
+            room = max(min(50.0, alone_ms * max(1 + left / 512, 1.5)) - alone_ms, 0.0)
+            tokens = min(left, max(int(room / (pace.token_ms or token_ms)), 1))
+            pace.note(1, tokens, took(tokens), 4)
+            delays.append(took(tokens))
+            left -= tokens
+    assert 40.0 < max(delays) < 55.0

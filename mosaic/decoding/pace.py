@@ -25,6 +25,8 @@ __all__ = ["Pace"]
 
 KEPT: Final = 8
 """Times of which the median counts: one that waited for a plan says nothing."""
+CHUNKS: Final = 16
+"""Steps with prompts whose median by tokens counts, too: the short ones at a prompt's end take hardly more than blocks alone."""
 FEW: Final = 8
 """Tokens of blocks for each token of prompts beside which these are few."""
 
@@ -43,7 +45,8 @@ class Pace:
 
     def __init__(self) -> None:
         times = partial[deque[float]](deque, maxlen=KEPT)
-        self._alone, self._beside = defaultdict[int, deque[float]](times), times()
+        self._alone = defaultdict[int, deque[float]](times)
+        self._beside = deque[tuple[float, int]](maxlen=CHUNKS)
         self._arrived = 0.0
 
     def take(self, step: Launched, served: Served, prefix: NDArray[np.int64], *, counts: bool) -> None:
@@ -65,7 +68,7 @@ class Pace:
             self._alone[groups].append(ms)
         elif self._alone:
             alone_ms = self.alone_ms(groups) or min(map(statistics.median_low, self._alone.values()))
-            self._beside.append(max(ms - alone_ms, 0.0) / tokens)
+            self._beside.append((max(ms - alone_ms, 0.0) / tokens, tokens))
 
     def alone_ms(self, groups: int) -> float | None:
         """How long the longest of the steps without prompts takes that serve only some of these groups."""
@@ -74,5 +77,12 @@ class Pace:
 
     @property
     def token_ms(self) -> float | None:
-        """How much longer a step takes for each token of prompts."""
-        return statistics.median_low(self._beside) if self._beside else None
+        """How much longer a step takes for each token of prompts: the median of steps, or of tokens where that is more."""
+        if not self._beside:
+            return None
+        left, steps = sum(tokens for _, tokens in self._beside) / 2, [*self._beside][-KEPT:]
+        for token_ms, tokens in sorted(self._beside):
+            left -= tokens
+            if left <= 0:
+                break
+        return max(token_ms, statistics.median_low(ms for ms, _ in steps))

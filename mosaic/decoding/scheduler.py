@@ -53,7 +53,7 @@ MOST_TOKENS: Final = 8192
 DELAY_MS: Final = 50.0
 FORESEEN_EXTENTS: Final = 4
 """Extents of keys that warm steps have room for, for each request: of 64 to 256 random requests that come and go, 3.5 at most."""
-SLOWER: Final = 1.25
+SLOWER: Final = 1.4
 """How much longer prompts beside blocks take on a device than plans say, until some were timed."""
 SHARED: Final = 64
 """Parts of the positions that all requests of a warm session could have; as many are planned for as fit."""
