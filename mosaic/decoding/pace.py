@@ -80,9 +80,6 @@ class Pace:
         """How much longer a step takes for each token of prompts: the median of steps, or of tokens where that is more."""
         if not self._beside:
             return None
-        left, steps = sum(tokens for _, tokens in self._beside) / 2, [*self._beside][-KEPT:]
-        for token_ms, tokens in sorted(self._beside):
-            left -= tokens
-            if left <= 0:
-                break
-        return max(token_ms, statistics.median_low(ms for ms, _ in steps))
+        of_steps, (rates, tokens) = [rate for rate, _ in self._beside][-KEPT:], np.array(sorted(self._beside)).T
+        until = tokens.cumsum()
+        return max(statistics.median_low(of_steps), float(rates[until.searchsorted(until[-1] / 2)]))
