@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from mosaic.decoding import pace as module
 from mosaic.decoding.pace import Pace
+from mosaic.registrar.request_table import Reported
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -37,3 +42,57 @@ def test_blocks_that_always_have_prompts_beside_them_are_timed_again_when_they_a
         tokens = 400 if cost is None else int(max(min(1.5 * found, 50.0) - found, 0.0) / max(cost, 1e-6))
         pace.note(1, tokens, alone_ms + token_ms * tokens, own)
     assert pace.alone_ms(1) == pytest.approx(17.8, rel=0.05) and tokens > 300
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_end_of_a_prompt_says_nothing_of_the_next_ones_beginning(seed: int) -> None:
+    """The last chunks of a prompt are short, and cost next to nothing; whoever takes that for the rate delays blocks too long."""
+    rng, pace = random.Random(seed), Pace()
+    alone_ms, token_ms = rng.uniform(4, 10), rng.uniform(0.02, 0.05)
+
+    def took(tokens: int) -> float:
+        return max(alone_ms, token_ms * tokens) + (0.2 * alone_ms if 0 < tokens * token_ms < alone_ms else 0.0)
+
+    pace.note(1, 0, alone_ms, 4)
+    delays = []
+    for _ in range(4):
+        left = rng.randint(4_000, 16_000)
+        while left:
+            room = max(min(50.0, alone_ms * max(1 + left / 512, 1.5)) - alone_ms, 0.0)
+            tokens = min(left, max(int(room / (pace.token_ms or token_ms)), 1))
+            pace.note(1, tokens, took(tokens), 4)
+            delays.append(took(tokens))
+            left -= tokens
+    assert 40.0 < max(delays) < 55.0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_has_arrived_says_which_tokens_were_of_prompts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one group that overlap: each takes from the arrival of the one before it. Who decides, or is past the prompt, is in
+    a block; the room that is left was there for prompts."""
+    rng, pace, clock = np.random.default_rng(seed), Pace(), SimpleNamespace(now=100.0)
+    monkeypatch.setattr(module, "perf_counter", lambda: clock.now)
+    alone_ms, token_ms = rng.uniform(4, 10), rng.uniform(0.02, 0.05)
+
+    def arrive(windows: int, prompts: int, room: int, ms: float, *, counts: bool = True) -> None:
+        report = np.zeros((windows + prompts, max(Reported) + 1), dtype=np.int64)
+        report[:, Reported.TOKENS] = 4
+        prefix = rng.integers(1, 9, windows + prompts) * 4
+        decided = np.zeros(windows + prompts, dtype=np.int64)
+        decided[: windows // 2] = 2
+        report[:windows, Reported.BEGIN] = prefix[:windows]
+        report[windows:, Reported.BEGIN] = prefix[windows:] - 4
+        started, clock.now = clock.now - rng.uniform(0.0, 0.003), clock.now + ms / 1e3
+        step: Any = SimpleNamespace(started=started, groups=1, room=SimpleNamespace(tokens=room))
+        pace.take(step, SimpleNamespace(decided=decided, report=report), prefix, counts=counts)  # type: ignore[arg-type]
+
+    arrive(8, 0, 40, 999.0)  # the first has nothing before it
+    for _ in range(30):
+        arrive(8, 0, 40, alone_ms)
+        arrive(8, 0, 40, 500.0, counts=False)
+        room = int(rng.integers(64, 2048))
+        arrive(8, int(rng.integers(1, 5)), room, alone_ms + token_ms * (room - 32))
+    assert pace.alone_ms(1) == pytest.approx(alone_ms) and pace.token_ms == pytest.approx(token_ms)
+    for _ in range(8):  # other times count soon
+        arrive(8, 0, 40, 3 * alone_ms)
+    assert pace.alone_ms(1) == pytest.approx(3 * alone_ms)

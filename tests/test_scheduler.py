@@ -350,6 +350,31 @@ def test_prompts_keep_a_pace_beside_blocks_unless_many_tokens_wait(
     assert longest[1] <= 1.5 < longest[8]
 
 
+@pytest.mark.parametrize("share", [0.1, 0.3])
+def test_prompts_have_their_time_however_long_blocks_take(
+    models: dict[str, CompiledModel], monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """A bound on the whole step would leave prompts nothing beside blocks that take as long."""
+    found, launch = list[float](), RequestTable.launch
+
+    def noted(table: RequestTable, shape: Shape) -> None:
+        found.append(table.predicted_ms(shape.room))
+        launch(table, shape)
+
+    monkeypatch.setattr(RequestTable, "launch", noted)
+    alone_ms = 0.0
+    for _ in range(2):  # the first session tells how long blocks take
+        with models["sdar"].session(max_delay_ms=share * alone_ms) as session:
+            running = [session.submit(prompt_of(length), gen_length=400, steps=4, **WAY) for length in range(4, 36)]
+            while any(request.steps < 3 for request in running):
+                session.advance()
+            alone_ms = found[-1]
+            found.clear()
+            session.submit(prompt_of(3000), gen_length=4, **WAY)
+            session.advance(4)
+    assert (1 + share / 3) * alone_ms < max(found) < (1 + 1.5 * share) * alone_ms
+
+
 def test_prompts_delay_blocks_of_other_groups_no_longer_than_their_own(
     models: dict[str, CompiledModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

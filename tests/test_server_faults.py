@@ -19,17 +19,24 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import pytest
 from failing_algorithm import FATAL, failing
+from test_request_table import CONFIGS
 
+from mosaic.decoding import GenerationConfig, Session
 from mosaic.decoding.tokenizer import Tokenizer
+from mosaic.errors import DoesNotFit, MosaicError, UsageError
 from mosaic.models import load
+from mosaic.runtime.compiled import CompiledModel
 from mosaic.serving import EngineOptions, Limits
 from mosaic.serving.app import create_app
 from mosaic.serving.connections import Server
+from mosaic.serving.engine import run_engine
+from mosaic.serving.messages import Failed, Ready
 from tests.test_server import running, until
 
 MODEL = load("small-sdar")
@@ -417,3 +424,30 @@ def test_a_signal_ends_a_server_that_still_loads() -> None:
         began = time.monotonic()
         _, said = server.communicate(timeout=60)
     assert (server.returncode, said) == (0, "") and time.monotonic() - began < 4
+
+
+@pytest.mark.parametrize("on_card", [True, False])
+@pytest.mark.parametrize("warm", [True, False, None])
+@pytest.mark.parametrize(
+    "refused", [None, UsageError("no ladder"), DoesNotFit("no room", needed_bytes=2, available_bytes=1)]
+)
+def test_a_server_is_warm_on_a_card_and_starts_where_that_cannot_be_unless_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_card: bool, warm: bool | None, refused: MosaicError | None
+) -> None:
+    asked = list[dict[str, int]]()
+
+    def warmed(session: Session, config: GenerationConfig, **sizes: int) -> None:
+        asked.append(sizes)
+        if refused is not None:
+            raise refused
+
+    monkeypatch.setattr(Session, "warm", warmed)
+    monkeypatch.setattr(CompiledModel, "asynchronous", on_card)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["sdar"], "max_position_embeddings": 96}))
+    ours, theirs = Pipe()
+    ours.send(None)  # it ends when it is ready
+    run_engine(EngineOptions(model=str(tmp_path), load_format="dummy", max_num_seqs=5000, warm=warm), theirs)
+    assert asked == [{"requests": 1024, "tokens": 96}] * (on_card if warm is None else warm)
+    said = ours.recv()
+    assert said == Failed(str(refused)) if warm and refused else isinstance(said, Ready)

@@ -25,6 +25,8 @@ __all__ = ["Pace"]
 
 KEPT: Final = 8
 """Times of which the median counts: one that waited for a plan says nothing."""
+CHUNKS: Final = 16
+"""Steps with prompts whose median by tokens counts, too: the short ones at a prompt's end take hardly more than blocks alone."""
 FEW: Final = 8
 """Tokens of blocks for each token of prompts beside which these are few."""
 
@@ -43,7 +45,8 @@ class Pace:
 
     def __init__(self) -> None:
         times = partial[deque[float]](deque, maxlen=KEPT)
-        self._alone, self._beside = defaultdict[int, deque[float]](times), times()
+        self._alone = defaultdict[int, deque[float]](times)
+        self._beside = deque[tuple[float, int]](maxlen=CHUNKS)
         self._arrived = 0.0
 
     def take(self, step: Launched, served: Served, prefix: NDArray[np.int64], *, counts: bool) -> None:
@@ -65,7 +68,7 @@ class Pace:
             self._alone[groups].append(ms)
         elif self._alone:
             alone_ms = self.alone_ms(groups) or min(map(statistics.median_low, self._alone.values()))
-            self._beside.append(max(ms - alone_ms, 0.0) / tokens)
+            self._beside.append((max(ms - alone_ms, 0.0) / tokens, tokens))
 
     def alone_ms(self, groups: int) -> float | None:
         """How long the longest of the steps without prompts takes that serve only some of these groups."""
@@ -74,5 +77,9 @@ class Pace:
 
     @property
     def token_ms(self) -> float | None:
-        """How much longer a step takes for each token of prompts."""
-        return statistics.median_low(self._beside) if self._beside else None
+        """How much longer a step takes for each token of prompts: the median of steps, or of tokens where that is more."""
+        if not self._beside:
+            return None
+        of_steps, (rates, tokens) = [rate for rate, _ in self._beside][-KEPT:], np.array(sorted(self._beside)).T
+        until = tokens.cumsum()
+        return max(statistics.median_low(of_steps), float(rates[until.searchsorted(until[-1] / 2)]))

@@ -53,7 +53,7 @@ MOST_TOKENS: Final = 8192
 DELAY_MS: Final = 50.0
 FORESEEN_EXTENTS: Final = 4
 """Extents of keys that warm steps have room for, for each request: of 64 to 256 random requests that come and go, 3.5 at most."""
-SLOWER: Final = 1.25
+SLOWER: Final = 1.4
 """How much longer prompts beside blocks take on a device than plans say, until some were timed."""
 SHARED: Final = 64
 """Parts of the positions that all requests of a warm session could have; as many are planned for as fit."""
@@ -77,7 +77,7 @@ class Scheduler:
     most_tokens
         Tokens of a step, unless one request alone needs more.
     delay_ms
-        How long a step with prompts in it may take, as predicted, unless the step without them takes longer.
+        How much longer a step may take with prompts in it than without.
     """
 
     def __init__(self, runner: StepRunner, table: RequestTable, most_tokens: int, delay_ms: float) -> None:
@@ -458,7 +458,7 @@ class Scheduler:
         else:
             block_ms *= shape.room.block
         alone_ms = max(own_ms, self._pace.alone_ms(running) or 0.0)
-        limit_ms = max(min(self._delay_ms, pace * alone_ms), alone_ms)
+        limit_ms = alone_ms + min(self._delay_ms, (pace - 1) * alone_ms)
         longest = own + int((limit_ms - own_ms) / max(block_ms, 1e-6))
         fitting = (blocks for blocks in rungs(own, most)[::-1] if blocks <= longest and fits(asking(blocks).room))
         return next(fitting, own), below(longest + 1, COARSE)

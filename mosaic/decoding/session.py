@@ -66,7 +66,7 @@ class Session(ClosesOnExit):
     max_num_batched_tokens
         Tokens of a step over requests of the table, prompts in chunks included, unless one request alone needs more.
     max_delay_ms
-        How long a step with chunks of prompts may take, by the last ones on a device or its plan, unless it is longer without them.
+        How much longer a step may take with chunks of prompts than without, by the last ones on a device or by its plan.
 
     Attributes
     ----------

@@ -12,7 +12,6 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,6 +29,7 @@ from mosaic.models import load
 from mosaic.models.parts import KV
 from mosaic.models.step import MAX_TOKENS
 from mosaic.runtime.compile import compile
+from mosaic.runtime.request_table import MOST_ROWS
 from mosaic.serving.logs import configure
 from mosaic.serving.messages import (
     Asked,
@@ -74,6 +74,8 @@ _PICTURES_S: Final = 0.2
 _CANVASES: Final = 32
 """Of so many live requests of each owner, and so many positions of each, around the first one that is open."""
 _SHOWN: Final = 256
+_WARM_TOKENS: Final = 4096
+"""Positions of each request that a session is warm for."""
 _log = logging.getLogger(__name__)
 
 
@@ -350,15 +352,24 @@ def run_engine(options: EngineOptions, connection: Connection) -> None:
         sys.exit(1)
 
 
+def _warm(session: Session, options: EngineOptions, context: int) -> None:
+    """Make the session warm, unless nobody asked for it and such requests have no ladder of steps, or no room."""
+    try:
+        session.warm(options.base, requests=min(options.max_num_seqs, MOST_ROWS), tokens=min(_WARM_TOKENS, context))
+    except (UsageError, DoesNotFit) as error:
+        if options.warm:
+            raise
+        _log.warning("steps are made as they come: %s", error)
+
+
 def _serve(options: EngineOptions, connection: Connection) -> None:
     model = load(options.model)
     if options.load_format == "dummy":
         model = replace(model, path=None)
     with compile(model, **options.compile) as compiled, Session(compiled) as session:
-        if compiled.asynchronous if options.warm is None else options.warm:
-            with nullcontext() if options.warm else suppress(UsageError):
-                session.warm(options.base, requests=options.max_num_seqs)
         arch = model.architecture
         context, token = arch.max_context or MAX_TOKENS, int(arch.mask_token_id == 0)
+        if compiled.asynchronous if options.warm is None else options.warm:
+            _warm(session, options, context)
         connection.send(Ready(longest=_longest(session, options.base, token, context)))
         _Engine(compiled, session, options, connection).run()
