@@ -158,7 +158,9 @@ class Job(ClosesOnExit):
                 said = f"{self._prompts}, line {line.number:,}: {error}"
                 self.tally.bad += 1
                 if self._bad_line is None:
-                    raise UsageError(f"{said}. Mend it and start again, or skip such lines (--skip-bad-lines).") from None
+                    raise UsageError(
+                        f"{said}. Mend it and start again, or skip such lines (--skip-bad-lines)."
+                    ) from None
                 self._bad_line(said)
                 continue
             asked[line.number] = one
