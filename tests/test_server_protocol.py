@@ -253,6 +253,46 @@ def test_without_keys_a_loopback_address_is_asked_under_its_own_names_alone(
             assert error["type"] == "permission_error" and f"Origin is {origin!r}" in error["message"]
 
 
+class Silent(Hasty):
+    """An engine that has nothing to tell yet."""
+
+    asked = left = 0
+
+    async def answer(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        self.asked += 1
+        try:
+            await asyncio.Event().wait()
+            yield
+        finally:
+            self.left += 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_before_there_is_anything_to_send_is_cancelled(stream: bool) -> None:
+    silent, sent = Silent(), list[Any]()
+    body = json.dumps({"prompt": "a", "stream": stream}).encode()
+
+    async def ask_and_leave() -> None:
+        app = create_app(MODEL, "m", EngineOptions(model="small-sdar"), engine=lambda *_: cast(Any, silent))
+        waiting = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            if waiting:
+                return waiting.pop()
+            while not silent.asked:
+                await asyncio.sleep(0.001)
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+        await asyncio.wait_for(app(scope | {"http_version": "1.1"}, receive, send), 5)
+
+    asyncio.run(ask_and_leave())
+    assert (silent.asked, silent.left, sent[0]["status"]) == (1, 1, 499)
+
+
 def test_an_answer_ends_once_behind_all_of_its_text() -> None:
     async def ask_it() -> list[Any]:
         hasty: Any = Hasty()

@@ -6,11 +6,11 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from mosaic.decoding.forecast import Forecast
 from mosaic.decoding.prompts import is_integer, token_ids
@@ -48,6 +48,7 @@ __all__ = ["create_app", "name_of"]
 _PAGE: Final = Path(__file__).with_name("status.html")
 _POLICY: Final = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 MakesEngine: TypeAlias = "Callable[[Callable[[Stepped], object], Metrics], Asks]"
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 _CHARACTERS: Final = 4
@@ -178,24 +179,19 @@ class _Server:
                     texts[index] += text
                     scores[index] += found
 
-        collecting = asyncio.create_task(collect())
-        leaving = asyncio.create_task(_left(request))
-        await asyncio.wait((collecting, leaving), return_when=asyncio.FIRST_COMPLETED)
-        leaving.cancel()
-        if not collecting.done():
-            collecting.cancel()
-            with suppress(asyncio.CancelledError):
-                await collecting
-            raise Ending(499, "the caller has left.", "cancelled")
-        collecting.result()
+        await _unless_left(request, collect())
         reasons = [reason or "" for reason in answers.reasons]
         return JSONResponse(reply.whole(texts, reasons, scores, answers.usage), headers=headers)
 
     async def _streamed(self, request: Request, reply: Reply, answers: Answers, headers: dict[str, str]) -> Response:
         """A response that begins when there is something to send: what is refused before has its status."""
         pieces = answers.pieces()
+
+        async def begin() -> Piece:
+            return await anext(pieces)
+
         try:
-            first = await anext(pieces)
+            first = await _unless_left(request, begin())
         except BaseException:
             await pieces.aclose()
             raise
@@ -443,6 +439,21 @@ async def _left(request: Request) -> None:
     """Wait until the caller has left."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def _unless_left(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """Return what work does, which ends if the caller leaves."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        leaving.cancel()
+        if left := working.cancel():
+            with suppress(asyncio.CancelledError):
+                await working
+    if left:
+        raise Ending(499, "the caller has left.", "cancelled")
+    return working.result()
 
 
 async def _after(first: Piece, others: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
