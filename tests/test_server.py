@@ -120,7 +120,9 @@ def _client(base: str, **more: Any) -> openai.OpenAI:
 
 def test_openais_client_gets_what_the_model_answers(base: str, alone: Any) -> None:
     client, prompt = _client(base), ids_of(QUESTION)
-    assert [model.id for model in client.models.list()] == ["small-sdar"]
+    assert [model.id for model in client.models.list()] == ["small-sdar"] == [client.models.retrieve("small-sdar").id]
+    with pytest.raises(openai.NotFoundError, match="the model 'gpt/4' is not here; this server has 'small-sdar'"):
+        client.models.retrieve("gpt/4")
     expected = alone(torch.tensor(prompt), gen_length=24)
     whole = client.completions.create(model="small-sdar", prompt=prompt, max_tokens=24, temperature=0)
     assert whole.choices[0].text == TOKENIZER.decode(expected.token_ids.tolist())

@@ -117,10 +117,8 @@ class _Server:
     async def _asked(self, request: Request, url: str | None = None) -> Question:
         """What a request asks for, as of this address, or as of a chat's if it has messages."""
         body = await self.body(request)
-        if isinstance(body, dict) and body.get("model") not in (None, self.name):
-            raise Ending(
-                404, f"the model {body['model']!r} is not here; this server has '{self.name}'.", "not_found_error"
-            )
+        if isinstance(body, dict):
+            self._require(body.get("model"))
         self._check_text(body)
         url = url or (CHAT if isinstance(body, dict) and "messages" in body else COMPLETIONS)
         return await asyncio.to_thread(
@@ -280,13 +278,19 @@ class _Server:
         self.gate.allow(request)
         return HTMLResponse(await asyncio.to_thread(html_report, await self.engine.plan()))
 
-    def models(self) -> Response:
-        """The model, with the most positions of a request as planned."""
+    def _require(self, name: Any) -> None:
+        """Refuse a model that this server does not have."""
+        if name not in (None, self.name):
+            raise Ending(404, f"the model {name!r} is not here; this server has '{self.name}'.", "not_found_error")
+
+    def models(self, name: str | None) -> Response:
+        """The model, with the most positions of a request as planned: by its name, or as a list of one."""
+        self._require(name)
         one = {
             "id": self.name, "object": "model", "created": self._began, "owned_by": "mosaic",
             "max_model_len": self.engine.longest or None,
         }  # fmt: skip
-        return JSONResponse({"object": "list", "data": [one]})
+        return JSONResponse({"object": "list", "data": [one]} if name is None else one)
 
     def health(self) -> Response:
         """Whether requests are answered now."""
@@ -380,7 +384,7 @@ def create_app(
 
     async def models(request: Request) -> Response:
         server.gate.allow(request)
-        return server.models()
+        return server.models(request.path_params.get("model"))
 
     async def health(request: Request) -> Response:
         return server.health()
@@ -413,6 +417,8 @@ def create_app(
     }  # fmt: skip
     for path, (answer, kind) in shown.items():
         route(path, "GET", answer, **openapi.described(None, (kind,), *of_any))
+    named = {"parameters": [{"in": "path", "name": "model", "required": True, "schema": text}]}
+    route("/v1/models/{model:path}", "GET", models, openapi_extra=named, **openapi.described(None, json_, 404, *of_any))
     return app
 
 
