@@ -62,7 +62,7 @@ def expected(model: CompiledModel, number: int, asked: dict[str, Any]) -> dict[s
             model, [torch.tensor(ids)], BASE, request_ids=[number - 1 + (place << 32)], gen_length=length, **options
         )
         text = tokenizer.decode(one.token_ids.tolist())
-        shown = {"message": {"role": "assistant", "content": text.strip()}} if chat else {"text": text}
+        shown = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         choices.append({"index": place, "finish_reason": "length", "logprobs": None, **shown})
         tokens += len(one.token_ids)
     return {
@@ -156,9 +156,9 @@ def test_what_a_body_leaves_out_is_the_commands() -> None:
     assert batch.parameters({"ignore_eos": False, "seed": 1}, base).config(base).stop_at_eos
 
 
-def test_a_chat_loses_the_white_space_around_its_answer() -> None:
+def test_answers_keep_their_white_space_as_those_of_the_server_do() -> None:
     answer = [CompletionOutput(index=0, text=" a \n", token_ids=[1], finish_reason="stop")]
     bodies = [
         batch.answer_line(Answered(1, "d"), "x", url, "m", 3, answer, None)["response"]["body"] for url in batch.URLS
     ]
-    assert bodies[0]["choices"][0]["text"] == " a \n" and bodies[1]["choices"][0]["message"]["content"] == "a"
+    assert bodies[0]["choices"][0]["text"] == " a \n" and bodies[1]["choices"][0]["message"]["content"] == " a \n"

@@ -20,7 +20,9 @@ URLS: Final = ("/v1/completions", CHAT)
 _ID: Final = "batch_req_"
 _PARAMS: Final = frozenset(entry.name for entry in fields(SamplingParams)) - {"extra_args"}
 _OPTIONS: Final = frozenset(entry.name for entry in fields(GenerationConfig))
-_OF_CALLER: Final = frozenset({"model", "prompt", "messages", "user", "metadata", "store"})
+_OF_CALLER: Final = frozenset({
+    "model", "prompt", "messages", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"
+})  # fmt: skip
 """Keys of a body that change no answer, and the prompt."""
 KEYS: Final = _PARAMS | _OPTIONS | _OF_CALLER | {*NAMES, "vllm_xargs", "stream"}
 """All keys of a body that have a meaning."""
@@ -84,7 +86,7 @@ def answer_line(
             "model": model,
             "choices": [
                 {"index": one.index, "finish_reason": one.finish_reason, "logprobs": None}
-                | ({"message": {"role": "assistant", "content": one.text.strip()}} if chat else {"text": one.text})
+                | ({"message": {"role": "assistant", "content": one.text}} if chat else {"text": one.text})
                 for one in answers
             ],
             "usage": {

@@ -360,7 +360,8 @@ def create_app(
     @app.exception_handler(HTTPException)
     async def no_such_path(request: Request, error: HTTPException) -> Response:
         said = f"{request.method} {request.url.path}: {error.detail}."
-        return JSONResponse(error_body(said, "not_found_error", error.status_code), error.status_code, error.headers)
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        return JSONResponse(error_body(said, kind, error.status_code), error.status_code, error.headers)
 
     def route(path: str, method: str, answer: Callable[[Request], Awaitable[Response]], **more: Any) -> None:
         async def answered(request: Request) -> Response:
