@@ -321,18 +321,23 @@ def test_a_priority_or_deadline_that_cannot_be_is_refused(
         session.submit(prompt_of(5), **given)
 
 
-def test_prompts_keep_a_pace_beside_blocks_unless_many_tokens_wait(
-    models: dict[str, CompiledModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One prompt lengthens steps of eight blocks by half, and eight prompts by more."""
-    found = list[tuple[int, float]]()
-    launch = RequestTable.launch
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Shape, float]]:
+    """Steps that are launched from now on, with the milliseconds that their plans say."""
+    found, launch = list[tuple[Shape, float]](), RequestTable.launch
 
     def noted(table: RequestTable, shape: Shape) -> None:
-        found.append((shape.room.tokens, table.predicted_ms(shape.room)))
+        found.append((shape, table.predicted_ms(shape.room)))
         launch(table, shape)
 
     monkeypatch.setattr(RequestTable, "launch", noted)
+    return found
+
+
+def test_prompts_keep_a_pace_beside_blocks_unless_many_tokens_wait(
+    models: dict[str, CompiledModel], launched: list[tuple[Shape, float]]
+) -> None:
+    """One prompt lengthens steps of eight blocks by half, and eight prompts by more."""
     longest = {}
     for prompts in (1, 8):
         with models["sdar"].session(max_delay_ms=math.inf) as session:
@@ -340,61 +345,47 @@ def test_prompts_keep_a_pace_beside_blocks_unless_many_tokens_wait(
                 session.submit(prompt_of(length), gen_length=400, steps=4, **WAY)
             for _ in range(6):
                 session.advance()
-            alone_ms = 1.05 * found[-1][1]  # one prompt more: the next rung
+            alone_ms = 1.05 * launched[-1][1]  # one prompt more: the next rung
             for _ in range(prompts):
                 session.submit(prompt_of(1500), gen_length=4, **WAY)
-            found.clear()
+            launched.clear()
             for _ in range(4):
                 session.advance()
-            longest[prompts] = max(ms for _, ms in found) / alone_ms
+            longest[prompts] = max(ms for _, ms in launched) / alone_ms
     assert longest[1] <= 1.5 < longest[8]
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3])
 def test_prompts_have_their_time_however_long_blocks_take(
-    models: dict[str, CompiledModel], monkeypatch: pytest.MonkeyPatch, share: float
+    models: dict[str, CompiledModel], launched: list[tuple[Shape, float]], share: float
 ) -> None:
     """A bound on the whole step would leave prompts nothing beside blocks that take as long."""
-    found, launch = list[float](), RequestTable.launch
-
-    def noted(table: RequestTable, shape: Shape) -> None:
-        found.append(table.predicted_ms(shape.room))
-        launch(table, shape)
-
-    monkeypatch.setattr(RequestTable, "launch", noted)
     alone_ms = 0.0
     for _ in range(2):  # the first session tells how long blocks take
         with models["sdar"].session(max_delay_ms=share * alone_ms) as session:
             running = [session.submit(prompt_of(length), gen_length=400, steps=4, **WAY) for length in range(4, 36)]
             while any(request.steps < 3 for request in running):
                 session.advance()
-            alone_ms = found[-1]
-            found.clear()
+            alone_ms = launched[-1][1]
+            launched.clear()
             session.submit(prompt_of(3000), gen_length=4, **WAY)
             session.advance(4)
-    assert (1 + share / 3) * alone_ms < max(found) < (1 + 1.5 * share) * alone_ms
+    assert (1 + share / 3) * alone_ms < max(ms for _, ms in launched) < (1 + 1.5 * share) * alone_ms
 
 
 def test_prompts_delay_blocks_of_other_groups_no_longer_than_their_own(
-    models: dict[str, CompiledModel], monkeypatch: pytest.MonkeyPatch
+    models: dict[str, CompiledModel], launched: list[tuple[Shape, float]]
 ) -> None:
     """Steps that write prompts are as short beside requests that reuse prefixes, which they do not serve."""
-    found, launch = Counter[tuple[int, int]](), RequestTable.launch
-
-    def noted(table: RequestTable, shape: Shape) -> None:
-        found[shape.groups, shape.room.tokens] += 1
-        launch(table, shape)
-
-    monkeypatch.setattr(RequestTable, "launch", noted)
     longest = {}
     for attention in (None, "flashblock"):
         with models["sdar"].session(max_delay_ms=0) as session:
             session.submit(prompt_of(4), gen_length=400, steps=4, attention=attention, **WAY)
             session.advance(4)
-            found.clear()
+            launched.clear()
             session.submit(prompt_of(1500), gen_length=4, **WAY)
             session.advance(24)
-            longest[attention] = max(tokens for groups, tokens in found if groups & 1)
+            longest[attention] = max(shape.room.tokens for shape, _ in launched if shape.groups & 1)
     assert longest["flashblock"] <= longest[None] < 100
 
 

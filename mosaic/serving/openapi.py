@@ -26,7 +26,7 @@ _PROMPT: Final = {"anyOf": [_TOKENS, _TEXT, {"type": "array", "items": _TOKENS, 
 _PROMPTS: Final = {"anyOf": [_TEXT, {"type": "array", "items": _PROMPT, "minItems": 1}]}
 _STATUSES: Final = {
     400: "What is asked for cannot be: the message says why.", 401: "No valid API key.",
-    403: "The header Host is no name of this server.", 404: "There is no such model.", 408: "The body came too slowly.",
+    403: "The header Host or Origin is no name of this server.", 404: "There is no such model.", 408: "The body came too slowly.",
     413: "The body is too large.", 429: "Too many wait; Retry-After says for how long.",
     499: "The caller has left.", 500: "The server has failed.", 503: "The engine has failed, or too many connections are open.",
     504: "The time of the request is over.",
