@@ -24,7 +24,7 @@ ARCH = load("small-sdar").architecture
 def numbered(groups: Groups, policy: dict[str, str]) -> int:
     row = table_row(resolve(GenerationConfig(gen_length=32, **policy), ARCH), ARCH, 256, 0)
     assert row is not None
-    return groups.number(row)
+    return groups.number(row.phase)
 
 
 def asking(numbers: list[int], fills: list[bool]) -> Wanted:

@@ -317,6 +317,22 @@ def test_how_many_tokens_were_cached_is_said(models: dict[str, CompiledModel]) -
         assert [run(session, prompt_of(200)).cached_tokens for _ in range(2)] == [0, 0]
 
 
+def test_kept_keys_stay_while_there_is_room_for_those_who_come(models: dict[str, CompiledModel]) -> None:
+    """Others are given new rows up to those that steps are planned for. Nobody loses keys to a question."""
+    model, prompts = models["sdar"], [torch.full((200,), 10 + n) for n in range(3)]
+    with model.session() as session:
+        session.submit_all([Submission(prompt=prompt, config=GenerationConfig(gen_length=8)) for prompt in prompts])
+        while session.live:
+            session.advance()
+        assert run(session, prompt_of(100), gen_length=8).cached_tokens == 0
+        assert [run(session, prompt, gen_length=8).cached_tokens for prompt in prompts] == [192] * 3
+        longer = Submission(prompt=prompt_of(2000), config=GenerationConfig(gen_length=8))
+        assert session.admits(longer)
+        assert [run(session, prompt, gen_length=8).cached_tokens for prompt in prompts] == [192] * 3
+        session.submit_all([longer])
+        assert [run(session, prompt, gen_length=8).cached_tokens for prompt in prompts] == [0] * 3
+
+
 def test_answers_to_one_prompt_have_its_rows_once(models: dict[str, CompiledModel]) -> None:
     """Those that come while the first reads the prompt wait for it. If it is cancelled, the next goes on where it was."""
     model, prompt = models["sdar"], prompt_of(1300)

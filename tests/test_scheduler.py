@@ -395,7 +395,9 @@ def test_admission_counts_who_is_live_whoever_has_come_and_gone(monkeypatch: pyt
     live: dict[LiveRequest, tuple[Tensor, dict[str, Any]]] = {}
     admits = RequestTable.admits
     monkeypatch.setattr(
-        RequestTable, "admits", lambda table, asked, *rest: admits(table, [*map(noted(rooms), asked)], *rest)
+        RequestTable,
+        "admits",
+        lambda table, asked, *rest, **how: admits(table, [*map(noted(rooms), asked)], *rest, **how),
     )
     config = {**CONFIGS["sdar"], "num_hidden_layers": 3}
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"attention": "flashblock"}, {"eviction": "focus"}]

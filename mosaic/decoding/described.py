@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mosaic.decoding.algorithms import canvas_length, largest_steps, table_row
 from mosaic.decoding.config import GenerationConfig
 from mosaic.decoding.rows import TableRow, demand_of
-from mosaic.models.parts import HELD_EXTENTS, KV
+from mosaic.models.parts import KV
 from mosaic.models.step import StepSize, most_rows
 from mosaic.runtime.request_table import SEEN
 
@@ -63,10 +63,10 @@ def describe(
     if row is None or table is None:
         largest, length = largest_steps(config, arch, tokens, number), canvas_length(config, arch, tokens)
         return Described(submission, number, prompt, config, length, most_rows(largest), largest)
-    demand, shared = demand_of(row, table.holes), None
+    shared = None
     if row.shares and (prefixes := table.prefixes) is not None:
         shared = prefixes.match(prompt, row.prefix, submission.priority)
-        demand[HELD_EXTENTS] += len(shared)
+    demand = demand_of(row, table.holes + len(shared or ()))
     return Described(submission, number, prompt, config, row.length, demand, [], row, shared)
 
 

@@ -16,9 +16,9 @@ import numpy as np
 from mosaic.decoding.rows import RULE
 from mosaic.errors import UsageError
 from mosaic.models.parts import KEPT, CachePolicy, CommitRule, Cut
+from mosaic.models.phase import Phase
 
 if TYPE_CHECKING:
-    from mosaic.decoding.rows import TableRow
     from mosaic.kernels.shared.requests import Wanted
 
 __all__ = ["Group", "Groups"]
@@ -53,29 +53,29 @@ class Groups:
 
     def __init__(self) -> None:
         self._groups = [Group(KEPT, None, RULE.covering)]
-        self._numbers = dict[tuple[CachePolicy, Cut | None, CommitRule], int]()  # by what requests asked for
+        self._numbers = dict[Phase, int]()  # by what requests asked for
         self._turns = dict[int, int]()  # the launch in which each had its last one
         self._launches = 0
 
     def __len__(self) -> int:
         return len(self._groups)
 
-    def number(self, row: TableRow) -> int:
-        """Return the number of a request's group.
+    def number(self, phase: Phase) -> int:
+        """Return the number of the group of requests whose steps are of this kind.
 
         Raises
         ------
         UsageError
             If there are too many.
         """
-        asked = row.cache, row.cut, row.commit
-        if (found := self._numbers.get(asked)) is None:
-            group = Group(row.cache.covering, row.cut, row.commit.covering)
+        if (found := self._numbers.get(phase)) is None:
+            assert phase.commit is not None, "requests of a table decide"
+            group = Group(phase.cache.covering, phase.cut, phase.commit.covering)
             if group not in self._groups:
                 if len(self) == MOST:
                     raise UsageError(f"a session serves {MOST} combinations of policies: open another one for more.")
                 self._groups.append(group)
-            found = self._numbers[asked] = self._groups.index(group)
+            found = self._numbers[phase] = self._groups.index(group)
         return found
 
     def mixes(self, numbers: Iterable[int]) -> bool:

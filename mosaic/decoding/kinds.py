@@ -39,8 +39,9 @@ class Kinds(dict[int, dict[Kind, int]]):
         for kind, change in changes:
             if (mine := found.get(kind.group)) is None:
                 mine = found[kind.group] = {**self.get(kind.group, {})}
-            mine[kind] = mine.get(kind, 0) + change
-            if not mine[kind]:
+            if count := mine.get(kind, 0) + change:
+                mine[kind] = count
+            else:
                 del mine[kind]
         return found
 

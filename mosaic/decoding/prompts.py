@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ __all__ = ["Prompt", "check_prompt", "is_integer", "is_text", "listed", "token_i
 
 Prompt: TypeAlias = str | Tensor | NDArray[Any] | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids [P], or a conversation: messages of the keys "role" and "content"."""
-_INTEGERS: Final = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
 def tokenizer_of(model: Any) -> Tokenizer:
@@ -116,27 +115,19 @@ def check_prompt(
     UsageError
         If it is no prompt, has tokens that the model has not, or is too long.
     """
-    if not 0 <= arch.mask_token_id < arch.vocabulary:
-        raise UsageError(
-            f"config.json names the mask token {arch.mask_token_id}, the model has tokens 0 to {arch.vocabulary - 1}; "
-            "give mask_token_id there."
-        )
-    held = prompt.layout is torch.strided and not prompt.is_meta
-    if prompt.dtype not in _INTEGERS or prompt.dim() != 1 or not held:
+    # every admission checks a whole prompt: a tensor's operators take ten times as long, `max` and `any` twice as long as `argmax`
+    ids = _on_host(prompt)
+    if ids is None:
         raise UsageError(f"{which}: expected token ids [P], got {prompt.dtype} of shape {list(prompt.shape)}.")
-    # admission takes 100 us in all: a tensor's operators take ten times as long, `max` and `any` twice as long as `argmax`
-    ids: NDArray[np.int64] = prompt.cpu().numpy().astype(np.int64, copy=False)
     if not len(ids):
         raise UsageError(f"{which} is empty; give at least one token.")
-    unsigned = ids.view(np.uint64)  # a negative number is a large one
-    largest = unsigned[unsigned.argmax()]
-    if largest >= arch.vocabulary:
-        low, high = int(ids.min()), int(ids.max())
+    low, high = int(ids[ids.argmin()]), int(ids[ids.argmax()])
+    if low < 0 or high >= arch.vocabulary:
         raise UsageError(
             f"{which}: expected ids in [0, {arch.vocabulary}), got {low if low < 0 else high}; is it of another tokenizer?"
         )
     mask = arch.mask_token_id
-    if largest >= mask and ids[at := (ids == mask).argmax()] == mask:
+    if high >= mask and ids[at := (ids == mask).argmax()] == mask:
         raise UsageError(
             f"{which} has the mask token {mask} at position {at}, where it would be overwritten; remove it."
         )
@@ -154,6 +145,17 @@ def check_prompt(
             f"model has {arch.max_context:,}; {shorter}, or {_scaling_for(length, arch)}."
         )
     return ids
+
+
+def _on_host(prompt: Tensor) -> NDArray[np.int64] | None:
+    """The ids of a prompt as the host has them; None if it is none."""
+    try:
+        ids = (prompt if prompt.is_cpu else prompt.cpu()).numpy()
+    except (TypeError, RuntimeError):  # it is sparse, or on no device, or of a dtype that NumPy has not
+        return None
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        return None
+    return ids if ids.dtype == np.int64 else ids.astype(np.int64)
 
 
 def _scaling_for(length: int, arch: Architecture) -> str:

@@ -166,8 +166,8 @@ def _phase(cache: CachePolicy, cut: Cut | None, head: Head, commit: Commit) -> P
 
 
 def demand_of(row: TableRow, holes: int) -> dict[State, int]:
-    """Return the rows of each state that a request takes; its keys, if it keeps any, lie in an extent more than there are holes,
-    at most, and in one for each piece that others may share, or together."""
+    """Return the rows of each state that a request takes; its keys, if it keeps any, lie in an extent more than there are holes and
+    runs that it shares, at most, and in one for each piece that others may share, or together."""
     found, kept = {CANVAS: row.length + len(row.schedule)}, row.cache.kept
     if kept is not None:
         pieces = row.keys // piece_of(row.span) + 1 if row.shares else 0

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from mosaic.kernels.shared.requests import Wanted
     from mosaic.models.state import State
     from mosaic.runtime.request_table import RequestTable, Served
-    from mosaic.runtime.state_rows import OwnedRows
     from mosaic.runtime.steps import StepRunner
 
 __all__ = ["DELAY_MS", "MOST_TOKENS", "Scheduler"]
@@ -112,12 +111,8 @@ class Scheduler:
     def admits(self, rows: Iterable[TableRow], more: Mapping[State, int], gone: Collection[TabledRequest] = ()) -> bool:
         """Return whether steps fit that serve all live requests but those who have `gone`, and these at once, once `more` rows of
         states are taken; beside others a warm session takes no more than it was planned for."""
-        held = {owned for request in gone for owned in request.held}
-        return self._foresees(more, held) and self._table.admits(self._shared(rows, gone), more, held)
-
-    def keep_idle(self, rows: Iterable[TableRow], more: Mapping[State, int], *, alone: bool) -> None:
-        """Let these take no idle rows of keys, if there are no other steps than this table's, and these fit beside them."""
-        self._table.keep_idle(self._shared(rows) if alone and self._table.has_idle else None, more)
+        held = {owned for request in gone for owned in request.held} if gone else ()
+        return self._table.admits(self._shared(rows, gone), more, held, planned=self._is_warm)
 
     def require(self, more: Mapping[State, int]) -> None:
         """Make sure that a warm session is planned for `more` rows of states, unless nobody else is in it.
@@ -127,11 +122,12 @@ class Scheduler:
         DoesNotFit
             If it is not.
         """
-        if not self._foresees(more):
+        if self._is_warm and not self._table.covers(more):
             raise DoesNotFit("too few positions are left of those that steps are warm for.")
 
-    def _foresees(self, more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> bool:
-        return not self._foreseen or not self._table.is_open or self._table.covers(more, gone)
+    @property
+    def _is_warm(self) -> bool:
+        return bool(self._foreseen) and self._table.is_open
 
     def stands(self) -> bool:
         """Return whether the steps of all live requests, and of those that were foreseen, fit."""
@@ -313,11 +309,11 @@ class Scheduler:
 
     def group_of(self, row: TableRow) -> int:
         """Return the number of a request's group."""
-        return self._groups.number(row)
+        return self._groups.number(row.phase)
 
     def _kinds_of(self, row: TableRow) -> list[Kind]:
         """The kinds of steps of a request: those of its group, and those that write its prompt."""
-        group, phase = self.group_of(row), row.phase
+        group = self._groups.number(phase := row.phase)
         found = [Kind(group, phase, row.most_tokens, row.unit, row.most_rows)]
         if group and row.prefix:
             prompts = replace(phase, cache=KEPT, cut=None, commit=RULE)

@@ -269,8 +269,8 @@ class Session(ClosesOnExit):
         for table in tables:
             if not table.admits(tabled if table is self._scheduler else (), rows):
                 return False
-        if (scheduler := self._scheduler) is not None:
-            scheduler.keep_idle(tabled, rows, alone=len(tables) == 1 and not sizes)
+        if self._table is not None:
+            self._table.keep_idle(alone=len(tables) == 1 and not sizes)
         return True
 
     def _refuse(self, more: Sequence[Described]) -> None:
@@ -296,7 +296,7 @@ class Session(ClosesOnExit):
         """The largest steps that generators may share, who comes to the table, and the rows that `more` take."""
         rows = rows_of(more, self._table)
         tabled = [described.row for described in more if described.row is not None]
-        if tabled and self._table is not None:
+        if tabled and self._table is not None and not self._table.is_open:
             rows[REQUESTS] = self._table.rows_to_open
         generators = [described.largest for described in more if described.row is None]
         return self._shared.beside(generators, rows=bool(tabled)), tabled, rows

@@ -299,12 +299,13 @@ def most_rows(sizes: Iterable[StepSize]) -> dict[State, int]:
 
 def rounded_states(states: Mapping[State, int], share: int = 8) -> frozenset[tuple[State, int]]:
     """Return the rows of each state, rounded up as for planning, by an eighth at most or another `share`."""
-    return frozenset(
-        [
-            (state, bucket(count, least=state.least_rows, doubled=FEWEST_ROWS, share=share))
-            for state, count in states.items()
-        ]
-    )
+    if share == 1:  # each admission asks for these powers of two
+        return frozenset([
+            (state, count and 1 << (max(count, state.least_rows) - 1).bit_length()) for state, count in states.items()
+        ])  # fmt: skip
+    return frozenset([
+        (state, bucket(count, least=state.least_rows, doubled=FEWEST_ROWS, share=share)) for state, count in states.items()
+    ])  # fmt: skip
 
 
 def bucket(count: int, most: int | None = None, *, least: int = 0, doubled: int = 0, share: int = 8) -> int:

@@ -207,11 +207,10 @@ class Engine:
 
     def states_with(self, more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> dict[State, int]:
         """Return the rows of each state once owners have `gone` and `more` are taken: rows that nobody owns come first."""
-        before = {state: table.room(0, gone) for state, table in self._tables.items()} if gone else self.states
-        for state, count in more.items():
-            table = self._tables.get(state)
-            before[state] = count if table is None else table.room(count, gone)
-        return before
+        found = {state: table.room(more.get(state, 0), gone) for state, table in self._tables.items()}
+        if not more.keys() <= found.keys():
+            found |= {state: count for state, count in more.items() if state not in found}
+        return found
 
     def commit_rows(self, table: RowTable, row_bytes: int) -> None:
         """Let all rows of a state be memory before a step needs them, as `StepMemory.commit_rows`."""

@@ -54,22 +54,25 @@ class _Run:
         The run before, and its key there: after how many units it begins, and the bytes of its first unit.
     extent, row
         Where its keys lie: an extent, and the row of its first token.
-    tokens
-        Bytes of whole units, 8 a token.
+    tokens, units
+        Bytes of whole units, 8 a token, and how many they are.
+    writer
+        Who writes those that are not `ready`; None: nobody, until somebody who has the extent goes on.
+
+    Attributes
+    ----------
     ready
         Units whose keys are written.
-    writer
-        Who writes the others; None: nobody, until somebody who has the extent goes on.
     """
 
-    __slots__ = ("children", "extent", "key", "parent", "ready", "row", "start", "tokens", "writer")
+    __slots__ = ("children", "extent", "key", "parent", "ready", "row", "start", "tokens", "units", "writer")
 
     def __init__(
-        self, parent: _Run | None, key: tuple[int, bytes], extent: Span, row: int, start: int, tokens: bytes, ready: int,
+        self, parent: _Run | None, key: tuple[int, bytes], extent: Span, row: int, start: int, tokens: bytes, units: int,
         writer: Prefix | None,
     ) -> None:  # fmt: skip
         self.parent, self.key, self.extent, self.row, self.start = parent, key, extent, row, start
-        self.tokens, self.ready, self.writer = tokens, ready, writer
+        self.tokens, self.units, self.ready, self.writer = tokens, units, 0 if writer else units, writer
         self.children: dict[tuple[int, bytes], _Run] = {}
 
 
@@ -112,14 +115,12 @@ class Prefixes:
         unit, run, count, at, found = self.unit * WIDTH, self._root, 0, 0, Found()
         if (0, tokens[: self.unit].tobytes()) not in run.children:
             return found
-        given, end = tokens.tobytes(), most * WIDTH
-        while at + unit <= end and (child := run.children.get((count, given[at : at + unit]))) is not None:
-            alike = min(len(child.tokens), end - at) // unit
-            known = child.tokens[: alike * unit]
-            if not given.startswith(known, at):
-                alike = next(
-                    n for n in range(alike) if not given.startswith(known[n * unit : (n + 1) * unit], at + n * unit)
-                )
+        given = tokens[: most // self.unit * self.unit].tobytes()
+        while (child := run.children.get((count, given[at : at + unit]))) is not None:
+            alike = child.units
+            if not given.startswith(child.tokens, at):
+                known = [child.tokens[n * unit : (n + 1) * unit] for n in range(alike)]
+                alike = next(n for n in range(alike) if not given.startswith(known[n], at + n * unit))
             run, count = child, alike
             if priority is not None and count > run.ready and not self._may_wait(run, priority):
                 count = run.ready
@@ -132,16 +133,13 @@ class Prefixes:
 
     def fresh(self, positions: int, found: Sequence[Found]) -> int:
         """Return the rows that are handed out if requests of so many positions take what was found for them."""
-        taken = [run for runs in found for run in runs]
-        left = positions - sum([count for _, count in taken]) * self.unit
-        return self.table.again(left, {run.extent for run, _ in taken}) if self.table.has_idle else left
+        left = positions - sum([count for runs in found for _, count in runs]) * self.unit
+        if not self.table.has_idle:
+            return left
+        return self.table.again(left, {run.extent for runs in found for run, _ in runs})
 
     def _may_wait(self, run: _Run, priority: int) -> bool:
         return not self.table.is_idle(run.extent) and (run.writer is None or run.writer.priority >= priority)
-
-    def units_of(self, run: _Run) -> int:
-        """Return how many units a run has."""
-        return len(run.tokens) // (self.unit * WIDTH)
 
     def add(self, rows: OwnedRows, tokens: NDArray[np.int64], end: int, writer: Prefix | None) -> list[_Run]:
         """Keep the whole units of tokens before `end` that are not kept yet, in runs of the owner's extents; return these. They are
@@ -156,7 +154,7 @@ class Prefixes:
                 mine = tokens[position : position + units * unit].tobytes()
                 run = _Run(
                     parent, (count, mine[: unit * WIDTH]), (row, row + size), row + before + position - first, position, mine,
-                    0 if writer else units, writer,
+                    units, writer,
                 )  # fmt: skip
                 parent.children[run.key] = run
                 self._runs.setdefault(run.extent, []).append(run)
@@ -171,14 +169,14 @@ class Prefixes:
     def trim(self, run: _Run) -> None:
         """Forget the units of a run that nobody is to write."""
         kept = run in self._runs.get(run.extent, ()) and run.writer is None
-        if not kept or run.ready >= self.units_of(run) or not self.table.is_idle(run.extent):
+        if not kept or run.ready >= run.units or not self.table.is_idle(run.extent):
             return
         if not run.ready:
             self._remove(run)
             return
         for child in [child for (at, _), child in run.children.items() if at > run.ready]:
             self._remove(child)
-        run.tokens = run.tokens[: run.ready * self.unit * WIDTH]
+        run.units, run.tokens = run.ready, run.tokens[: run.ready * self.unit * WIDTH]
 
     def _forget(self, extent: Span) -> None:
         """Forget what lies in an extent that others get."""
@@ -268,7 +266,7 @@ class Prefix:
     def promise(self) -> None:
         """Let others share what this request writes of its prompt; all rows are reserved."""
         added = self._prefixes.add(self.rows, self._tokens, self._most, self)
-        self._own = [(run, self._prefixes.units_of(run)) for run in added]
+        self._own = [(run, run.units) for run in added]
 
     def lead(self) -> int:
         """Go on with what others have left unwritten; return how many tokens need not be."""

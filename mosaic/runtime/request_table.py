@@ -146,7 +146,7 @@ class RequestTable:
         self.columns, self.steps = np.zeros((ROWS, COLUMNS), dtype=np.int64), np.zeros(ROWS, dtype=np.int64)
         self.planned: frozenset[tuple[State, int]] = frozenset()
         self.ready: dict[Shape, _TableStep] = {}
-        self._held = dict(self.planned)
+        self._held, self._roomy = dict(self.planned), False
         self._covered: Hashable = None  # for which rows of states, by their count of changes, and which step
         self.tokens, self.confidence = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
         self._free: list[int] = [*range(ROWS - 1, -1, -1)]  # the last is the next one
@@ -329,12 +329,12 @@ class RequestTable:
 
     def _states(self, more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> dict[State, int]:
         """Return the rows of each state once owners have `gone` and `more` are taken, and the keys that are seen, if more."""
-        seen = more.get(SEEN, more.get(KV, 0))
-        if SEEN in more:
-            more = {state: count for state, count in more.items() if state is not SEEN}
         states = self._engine.states_with(more, gone)
+        seen = states.pop(SEEN) if SEEN in more else more.get(KV, 0)
         seen += self._keys.positions - sum([owned.length for owned in gone if owned.is_of(self._keys)])
-        return states | {SEEN: seen} if seen > states.get(KV, 0) else states
+        if seen > states.get(KV, 0):
+            states[SEEN] = seen
+        return states
 
     def fits(self, room: Room, states: frozenset[tuple[State, int]] | None = None) -> bool:
         """Return whether such a step fits the budget beside rows of states, by default those that are planned for; found once."""
@@ -343,31 +343,36 @@ class RequestTable:
             (asked, planner), lambda: all(map(self._engine.plans.fits_exactly, self.size(*asked).graphs))
         )
 
-    def admits(self, rooms: Iterable[Room], more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> bool:
-        """Return whether such steps fit the budget once owners of rows have `gone` and `more` rows of states are taken."""
+    def admits(
+        self,
+        rooms: Iterable[Room],
+        more: Mapping[State, int],
+        gone: Collection[OwnedRows] = (),
+        *,
+        planned: bool = False,
+    ) -> bool:
+        """Return whether such steps fit the budget once owners of rows have `gone` and `more` rows of states are taken; whether
+        these are `planned` for, too."""
         states, left = self._states(more, gone), list(rooms)
-        if _within(states, self._held):
+        if within := _within(states, self._held):
             left = [room for room in left if not self.fits(room)]
+        elif planned:
+            return False
+        self._roomy = within and not left
         for rounded in _roundings(states) if left else ():
             left = [room for room in left if not self.fits(room, rounded)]
             if not left:
                 break
         return not left
 
-    @property
-    def has_idle(self) -> bool:
-        """Whether some extents of keys are kept that nobody owns."""
-        return self._keys.has_idle
+    def keep_idle(self, *, alone: bool) -> None:
+        """Let those who were admitted take new rows of keys rather than idle extents, if they fit beside what steps are planned
+        for, and there are no others' steps."""
+        self._keys.most = self._held.get(KV, 0) if alone and self._roomy else 0
 
-    def keep_idle(self, rooms: Iterable[Room] | None, more: Mapping[State, int]) -> None:
-        """Let keys of those who enter take new rows rather than idle extents: as many as steps are planned for, if these fit beside
-        them. Without rooms they take idle ones."""
-        kept = rooms is not None and _within(self._states(more), self._held) and all(map(self.fits, rooms))
-        self._keys.most = self._held.get(KV, 0) if kept else 0
-
-    def covers(self, more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> bool:
-        """Return whether steps are planned for the rows that there are once owners have `gone` and `more` are taken."""
-        return _within(self._states(more, gone), self._held)
+    def covers(self, more: Mapping[State, int]) -> bool:
+        """Return whether steps are planned for the rows that there are once `more` are taken."""
+        return _within(self._states(more), self._held)
 
     def cover(self, least: Room, wanted: Room, more: Mapping[State, int] = NO_ROWS) -> None:
         """Plan steps from now on for the rows of states that there are once `more` are taken, and for as many as there were.
@@ -491,7 +496,7 @@ class RequestTable:
 
 
 def _within(states: Mapping[State, int], planned: Mapping[State, int]) -> bool:
-    return not [state for state, count in states.items() if count > planned.get(state, 0)]
+    return all(count <= planned.get(state, 0) for state, count in states.items())
 
 
 def _roundings(states: Mapping[State, int]) -> Iterator[frozenset[tuple[State, int]]]:

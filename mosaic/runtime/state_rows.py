@@ -120,6 +120,8 @@ class RowTable:
             taken = joined([span for owned in self._owned if owned not in gone for span in owned.spans()])
             rows = taken[-1][1] if taken else 0
             free = list(without([(0, rows)], taken))
+        if not free:
+            return rows + count
         if self.together:  # a hole that has room for all has room for the last, wherever the others go
             return rows + (0 if any(end - start >= count for start, end in free) else count)
         return rows + max(count - total(free), 0)
