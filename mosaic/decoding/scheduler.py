@@ -142,7 +142,7 @@ class Scheduler:
         steps = self.room_in(rows, more)
         if steps is not None:
             return steps, False, f" If nobody else comes, there is room in {steps:,} steps at most."
-        if len(rows) > 1:
+        if len(rows) > 1 or self.admits(rows, more):  # if so, steps of other sessions do not fit
             return None, False, ""
         longest = self.longest(rows[0])
         alone = f" Alone, such a request fits with {longest:,} positions of prompt and answer at most."
@@ -159,7 +159,7 @@ class Scheduler:
         requests = [self._requests[place] for _, _, place in live]
 
         count = bisect_left(range(len(live) + 1), True, key=lambda count: self.admits(rows, more, requests[:count]))
-        if self._waiting or count > len(live):
+        if self._waiting or not 0 < count <= len(live):
             return None
         kinds = [(kind, number) for mine in self._kinds.values() for kind, number in mine.items()]
         all_at_once = sum([kind.tokens * number for kind, number in kinds]) <= self._most_tokens and not any(
