@@ -355,6 +355,19 @@ def test_prompts_keep_a_pace_beside_blocks_unless_many_tokens_wait(
     assert longest[1] <= 1.5 < longest[8]
 
 
+def test_a_block_takes_no_longer_in_a_session_that_is_warm_for_many(
+    models: dict[str, CompiledModel], launched: list[tuple[Shape, float]]
+) -> None:
+    """What is planned for it counts the keys of one request, not of all."""
+    for requests in (1, 32):
+        with models["sdar"].session() as session:
+            session.warm(GenerationConfig(**WAY), requests=requests, tokens=256)
+            session.submit(prompt_of(8), gen_length=8, steps=4, **WAY)
+            session.advance(2)
+    alone, beside = launched[1], launched[-1]
+    assert alone[0].room.windows == beside[0].room.windows == 1 and beside[1] < 1.1 * alone[1]
+
+
 @pytest.mark.parametrize("share", [0.1, 0.3])
 def test_prompts_have_their_time_however_long_blocks_take(
     models: dict[str, CompiledModel], launched: list[tuple[Shape, float]], share: float

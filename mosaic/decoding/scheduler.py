@@ -33,8 +33,7 @@ from mosaic.models.step import StepSize
 from mosaic.registrar.operators.pack_requests import PATIENCE
 from mosaic.registrar.request_table import ALL_ONES, Column, Reported
 from mosaic.runtime.interrupts import interrupts_held
-from mosaic.runtime.request_table import SEEN
-from mosaic.runtime.room import Room, Shape
+from mosaic.runtime.room import SEEN, Room, Shape
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -236,6 +235,7 @@ class Scheduler:
         their length these are enough."""
         self._ready = self._table.expect_graphs()
         self._substitutes.patience_ms = math.inf
+        self._table.expect(max(row.length for row in rows))
         for row in rows:
             self._rooms.clear()
             self._warm |= {kind._replace(tokens=kind.block): None for kind in self._kinds_of(row)}
