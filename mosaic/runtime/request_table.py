@@ -90,7 +90,8 @@ class Served:
 
 
 class Launched(NamedTuple):
-    """A step that was launched and not read: its results on their way, its room, whom it serves, what ran, and when it began."""
+    """A step that was launched and not read: its results on their way, its room, whom it serves, what ran, when it began, and
+    whether newcomers waited."""
 
     arriving: Arriving
     room: Room
@@ -98,6 +99,7 @@ class Launched(NamedTuple):
     marked: bool
     ran: Ran
     started: float
+    holds: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -408,18 +410,19 @@ class RequestTable:
 
         return self._predicted.find((room, self.longest), predict)
 
-    def launch(self, shape: Shape) -> None:
-        """Launch a step; a marked one also serves those who need it. After one that was interrupted, every step has been read."""
+    def launch(self, shape: Shape, *, holds: bool = False) -> None:
+        """Launch a step; a marked one also serves those who need it, and whoever decided nothing so far may have to wait for
+        prompts (`holds`). After one that was interrupted, every step has been read."""
         started = perf_counter()
         if not self.is_sure:
             self._undo()
         self.is_sure = False
-        step = self._step(self.first, len(self.columns), shape)
+        step = self._step(self.first, len(self.columns), shape, holds=holds)
         ran = self._engine.run(step)
         with interrupts_held():
             arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS])
             self._sides.reverse()
-            self.launched.append(Launched(arriving, *shape, ran, started))
+            self.launched.append(Launched(arriving, *shape, ran, started, holds))
             self._count += 1
             self.ready[shape] = step
             self.is_sure = True
@@ -431,15 +434,15 @@ class RequestTable:
             at, length = self.columns[number, [Column.CANVAS, Column.LENGTH]].tolist()
             self._unsent.setdefault(number, []).append((CANVAS, at, self.tokens[at : at + length]))
 
-    def _step(self, first: int, count: int, shape: Shape) -> _TableStep:
+    def _step(self, first: int, count: int, shape: Shape, *, holds: bool = False) -> _TableStep:
         """The step that looks at `count` rows of the table; made once."""
 
         def make() -> _TableStep:
             size = self.size(shape.room, self.planned)
-            given = first, count, size.tokens, size.rows, size.extents, shape.groups, int(shape.marked)
-            return _TableStep(size=size, inputs={"room": Numbers(given, "int64", 7)}, table=self)
+            given = first, count, size.tokens, size.rows, size.extents, shape.groups, int(shape.marked), int(holds)
+            return _TableStep(size=size, inputs={"room": Numbers(given, "int64", 8)}, table=self)
 
-        return self._steps.find((first, count, shape, self.longest, self.planned), make)
+        return self._steps.find((first, count, shape, holds, self.longest, self.planned), make)
 
     def send(self) -> None:
         """Write what has entered and left."""
