@@ -99,6 +99,15 @@ def test_sparse_keys_are_planned_as_a_refresh_and_reuse(mosaic: Any) -> None:
     assert few.code == 3 and "smallest budget for this request" in few.out
 
 
+@pytest.mark.soak
+def test_the_smallest_budget_that_is_named_holds_every_step_of_sparse_keys(mosaic: Any) -> None:
+    """A delayed Refresh needs more than the full step before it, and neither fits."""
+    ask = ("plan", "--model", "llada-8b", "--ctx", "8k", "--device", "h200", "--cache", "sparse:delay=1", "--json")
+    short = mosaic(*ask, "--budget", "2GiB")
+    enough = short.json["misfit"]["smallest_budget_bytes"]
+    assert short.code == 3 and mosaic(*ask, "--budget", str(enough)).code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

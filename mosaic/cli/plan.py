@@ -120,9 +120,8 @@ def plan(
             cut = {name: cut_of(planner, step, evicting, block_cache) for name, step in blocks.items()}
             run = {name: step for name, (_, step) in cut.items()}
         if run:
-            request = next(
-                (step for step in run.values() if not planner.fits(step)), run.get("later") or run["refresh"]
-            )
+            short = [step for step in run.values() if not planner.fits(step)]  # what holds the largest holds the others
+            request = max(short, key=planner.needed) if short else run.get("later") or run["refresh"]
         else:
             request = read_request(ctx, seq_lens, mask_ratio, masked, auto=planner)
         made = planner.plan(request, solver=solver)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["block_shapes", "decode", "row", "shapes"]
 
 
+@lru_cache(maxsize=256)
 def _sampling(config: GenerationConfig) -> Sampling:
     """`sequential` commits whatever is drawn; a confidence is the probability after temperature, top-p and top-k."""
     return Sampling.of(config, scaled=config.remasking != "sequential")

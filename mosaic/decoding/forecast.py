@@ -47,7 +47,7 @@ class Forecast:
         """Return that of a request; if it is not admitted, `refuse` says why, unless it fits by the plan itself."""
         taken = {
             state.name: rows * max(state.columns(arch), 1) * ITEMSIZE[state.dtype_in(arch)]
-            for state, rows in described.taken.items()
+            for state, rows in described.demand.items()
         }
         fits: Fits = "now"
         steps: int | None = 0

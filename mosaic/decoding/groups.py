@@ -53,7 +53,7 @@ class Groups:
 
     def __init__(self) -> None:
         self._groups = [Group(KEPT, None, RULE.covering)]
-        self._numbers = dict[Group, int]()  # by what requests asked for
+        self._numbers = dict[tuple[CachePolicy, Cut | None, CommitRule], int]()  # by what requests asked for
         self._turns = dict[int, int]()  # the launch in which each had its last one
         self._launches = 0
 
@@ -68,9 +68,9 @@ class Groups:
         UsageError
             If there are too many.
         """
-        asked = Group(row.cache, row.cut, row.commit)
+        asked = row.cache, row.cut, row.commit
         if (found := self._numbers.get(asked)) is None:
-            group = Group(asked.cache.covering, asked.cut, asked.commit.covering)
+            group = Group(row.cache.covering, row.cut, row.commit.covering)
             if group not in self._groups:
                 if len(self) == MOST:
                     raise UsageError(f"a session serves {MOST} combinations of policies: open another one for more.")

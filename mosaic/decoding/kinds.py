@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from mosaic.registrar.request_table import Column
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Kind", "first_tokens", "needs_of", "phase_of", "usual_tokens"]
+__all__ = ["Kind", "Kinds", "first_tokens", "needs_of", "phase_of", "usual_tokens"]
 
 
 class Kind(NamedTuple):
@@ -29,7 +30,33 @@ class Kind(NamedTuple):
     rows: int
 
 
-def needs_of(kinds: Collection[Kind]) -> tuple[int, int, int]:
+class Kinds(dict[int, dict[Kind, int]]):
+    """How many live requests there are of each kind, by group."""
+
+    def changed(self, changes: Iterable[tuple[Kind, int]]) -> dict[int, dict[Kind, int]]:
+        """Return the same for the groups of these kinds, once so many more of each are live, or fewer."""
+        found: dict[int, dict[Kind, int]] = {}
+        for kind, change in changes:
+            if (mine := found.get(kind.group)) is None:
+                mine = found[kind.group] = {**self.get(kind.group, {})}
+            mine[kind] = mine.get(kind, 0) + change
+            if not mine[kind]:
+                del mine[kind]
+        return found
+
+    def change(self, changes: Iterable[tuple[Kind, int]]) -> None:
+        """Count so many more of each of these kinds, or fewer."""
+        self.update(self.changed(changes))
+        for group in [group for group, mine in self.items() if not mine]:
+            del self[group]
+
+    def of(self, groups: Iterable[int]) -> list[Kind]:
+        """Return the kinds of some groups."""
+        return [kind for group in groups for kind in self.get(group, ())]
+
+
+@lru_cache(maxsize=1024)
+def needs_of(kinds: tuple[Kind, ...]) -> tuple[int, int, int]:
     """Tokens of the largest step that cannot be cut, the smallest block, and the rows that one request decides at most."""
     blocks, rows = [kind.block for kind in kinds], [kind.rows for kind in kinds]
     return max([kind.tokens for kind in kinds]), min(blocks), max(rows)
@@ -49,7 +76,8 @@ def first_tokens(
     return max([int(np.add.reduce(needs[order[asks[order]][:1]])) for asks in (decides, fills)])
 
 
-def phase_of(kinds: Collection[Kind], *, marked: bool) -> Phase:
+@lru_cache(maxsize=1024)
+def phase_of(kinds: tuple[Kind, ...], *, marked: bool) -> Phase:
     """The kind of step that serves all of these."""
     phase = shared_phase([kind.phase for kind in kinds])
     return with_parts(phase, cache=phase.cache.covering) if marked else phase

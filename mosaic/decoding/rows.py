@@ -168,10 +168,11 @@ def _phase(cache: CachePolicy, cut: Cut | None, head: Head, commit: Commit) -> P
 def demand_of(row: TableRow, holes: int) -> dict[State, int]:
     """Return the rows of each state that a request takes; its keys, if it keeps any, lie in an extent more than there are holes,
     at most, and in one for each piece that others may share, or together."""
-    own, kept = dict.fromkeys(row.phase.own_states, 1), row.cache.kept
-    pieces = row.keys // piece_of(row.span) + 1 if row.shares else 0
-    keys = {} if kept is None else {kept: row.keys, HELD_EXTENTS: 1 if kept.together else holes + 1 + pieces}
-    return {CANVAS: row.length + len(row.schedule), **keys, **own}
+    found, kept = {CANVAS: row.length + len(row.schedule)}, row.cache.kept
+    if kept is not None:
+        pieces = row.keys // piece_of(row.span) + 1 if row.shares else 0
+        found |= {kept: row.keys, HELD_EXTENTS: 1 if kept.together else holes + 1 + pieces}
+    return found | dict.fromkeys(row.phase.own_states, 1)
 
 
 def finished(column: NDArray[np.int64]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ import numpy as np
 
 from mosaic.decoding.expected import counted, go_on, left
 from mosaic.decoding.groups import Groups, bits
-from mosaic.decoding.kinds import Kind, first_tokens, needs_of, phase_of, usual_tokens
+from mosaic.decoding.kinds import Kind, Kinds, first_tokens, needs_of, phase_of, usual_tokens
 from mosaic.decoding.newcomers import begin_together
 from mosaic.decoding.pace import Pace
 from mosaic.decoding.prompts import is_integer
@@ -29,7 +29,7 @@ from mosaic.decoding.rungs import COARSE, SHARES, below, most_of, rung, rungs
 from mosaic.decoding.tabled import ServedSteps
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.kernels.shared.requests import asked_of, held, wanted
-from mosaic.models.parts import CANVAS, KEPT, REQUESTS
+from mosaic.models.parts import CANVAS, KEPT, KV, REQUESTS
 from mosaic.models.step import StepSize
 from mosaic.registrar.operators.pack_requests import PATIENCE
 from mosaic.registrar.request_table import ALL_ONES, Column, Reported
@@ -90,7 +90,7 @@ class Scheduler:
         self._requests: NDArray[Any] = np.full(len(table.columns), None, dtype=object)
         self._live, self._told = np.zeros((2, len(table.columns)), dtype=np.bool_)
         self._waiting: deque[TabledRequest] = deque()
-        self._kinds = Counter[Kind]()
+        self._kinds = Kinds()
         self._warm: dict[Kind, None] = {}
         self._rooms: dict[int, Room] = {}  # that all blocks of a group need, until a request comes or goes
         self._foreseen, self._slots, self._ready = list[Room](), 0, 0
@@ -161,8 +161,9 @@ class Scheduler:
         count = bisect_left(range(len(live) + 1), True, key=lambda count: self.admits(rows, more, requests[:count]))
         if self._waiting or count > len(live):
             return None
-        all_at_once = sum(kind.tokens * number for kind, number in self._kinds.items()) <= self._most_tokens and all(
-            kind.tokens <= 2 * kind.rows and kind.phase.cut is None for kind in self._kinds
+        kinds = [(kind, number) for mine in self._kinds.values() for kind, number in mine.items()]
+        all_at_once = sum([kind.tokens * number for kind, number in kinds]) <= self._most_tokens and not any(
+            kind.tokens > 2 * kind.rows or kind.phase.cut is not None for kind, _ in kinds
         )
         steps = live[count - 1][0] * (1 if all_at_once else len(live)) if count else 0
         spans = [prompt for _, prompt, _ in live if prompt]
@@ -194,30 +195,27 @@ class Scheduler:
     def _shared(self, rows: Iterable[TableRow], gone: Iterable[TabledRequest] = ()) -> list[Room]:
         """The room of each group's step that serves all blocks of live requests, but those who have `gone`, and of these. Steps
         take `most_tokens` at most, unless one request needs more, and of whole canvases one at a time."""
-        more = [kind for row in rows for kind in self._kinds_of(row)]
-        less = [kind for request in gone for kind in self._kinds_of(request.row)]
-        kinds, changed, found = self._kinds, {kind.group for kind in (*more, *less)}, list[Room]()
-        for group in dict.fromkeys([kind.group for kind in (*kinds, *more)]):
-            if group in changed or group not in self._rooms:
-                mine = [kind for kind in dict.fromkeys((*kinds, *more)) if kind.group == group]
-                counts = ((kind, kinds[kind] + more.count(kind) - less.count(kind)) for kind in mine)
-                count_of = {kind: count for kind, count in counts if count > 0}
-                found += [self._room_of(group, count_of)] if count_of else []
-                self._rooms |= {} if group in changed else {group: found[-1]}
-            else:
-                found.append(self._rooms[group])
+        more = [(kind, 1) for row in rows for kind in self._kinds_of(row)]
+        changed = self._kinds.changed(more + [(kind, -1) for request in gone for kind in self._kinds_of(request.row)])
+        found = list[Room]()
+        for group in {**self._kinds, **changed}:
+            if group not in changed and group not in self._rooms:
+                self._rooms[group] = self._room_of(group, self._kinds[group])
+            if mine := changed.get(group, self._kinds.get(group)):
+                found.append(self._room_of(group, mine) if group in changed else self._rooms[group])
         return found
 
     def _room_of(self, group: int, mine: Mapping[Kind, int]) -> Room:
         needed, block, _ = needs_of(kinds := self._beside((group,), mine))
-        usual = sum([usual_tokens(kind) * count for kind, count in mine.items()])
+        usual = decides = requests = 0
+        for kind, count in mine.items():
+            usual, decides, requests = usual + usual_tokens(kind) * count, decides + kind.rows * count, requests + count
         blocks = self._rung(max(needed, min(usual, self._most(block))), block)
-        decides = sum([kind.rows * count for kind, count in mine.items()])
-        return Room.of(phase_of(kinds, marked=True), sum(mine.values()), blocks, block, decides)
+        return Room.of(phase_of(kinds, marked=True), requests, blocks, block, decides)
 
-    def _beside(self, groups: Collection[int], kinds: Iterable[Kind]) -> list[Kind]:
+    def _beside(self, groups: Collection[int], kinds: Iterable[Kind]) -> tuple[Kind, ...]:
         """These kinds of requests of some groups, and those that their steps are warm for."""
-        return [*kinds, *[kind for kind in self._warm if kind.group in groups]]
+        return *kinds, *[kind for kind in self._warm if kind.group in groups]
 
     # --- before the first request -------------------------------------------------------------------------------------
 
@@ -240,10 +238,11 @@ class Scheduler:
             parts = dict.fromkeys((CANVAS, *[row.phase.cache.kept for row in rows]), share)
             table = max(self._table.rows_to_open, 1 << (slots - 1).bit_length())
             seen = max((row.keys * slots for row in rows if row.shares), default=0)  # others may have the rows
-            return {REQUESTS: table, SEEN: seen} | {
+            found = {REQUESTS: table} | {
                 state: max(rows, int(rows * slots * parts.get(state, 1.0))) << state.together
                 for state, rows in demand.items()
             }
+            return found | {SEEN: max(seen, found.get(KV, 0))}
 
         def rooms(slots: int) -> list[Room]:
             return [room for row in rows for room in self._shared([row] * slots)]
@@ -287,7 +286,7 @@ class Scheduler:
         """Give these steps, the largest first. Prompts come in steps of group 0 alone, and fill them."""
         longest = max(row.length for row in rows)
         for groups in self._groups.shared([*dict.fromkeys(kind.group for kind in self._warm)]):
-            kinds = self._beside(groups, [kind for kind in self._kinds if kind.group in groups])
+            kinds = self._beside(groups, self._kinds.of(groups))
             needed, block, own_rows = needs_of(kinds)
             mine = [row for row in rows if self.group_of(row) in groups]
             one = longest if groups == (0,) else max(needed, *(row.most_tokens for row in mine))
@@ -318,7 +317,7 @@ class Scheduler:
 
     def add(self, request: TabledRequest) -> None:
         """Take a request that has begun."""
-        self._kinds.update(self._kinds_of(request.row))
+        self._kinds.change([(kind, 1) for kind in self._kinds_of(request.row)])
         self._rooms.clear()
         self._placed(request)
 
@@ -337,7 +336,7 @@ class Scheduler:
             self._requests[request.place], self._live[request.place] = None, False
         else:
             return
-        self._kinds -= Counter(self._kinds_of(request.row))  # leaves out those of nobody
+        self._kinds.change([(kind, -1) for kind in self._kinds_of(request.row)])
         self._rooms.clear()
 
     def step(self, *, alone: bool) -> ServedSteps:
@@ -407,7 +406,7 @@ class Scheduler:
         length = asked.length
         decides, fills = asks & ~asked.fills, asks & asked.fills
         deciding, prompts = int(np.add.reduce(length[decides])), int(np.add.reduce(length[fills]))
-        kinds = self._beside(groups, [kind for kind in self._kinds if kind.group in groups])
+        kinds = self._beside(groups, self._kinds.of(groups))
         _, block, own_rows = needs_of(kinds)
         rows = min(max(int(np.add.reduce(asked.rows[decides])), own_rows), deciding or own_rows)
         first, limit = first_tokens(columns, length, decides, fills), self._most(block)

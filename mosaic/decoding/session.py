@@ -21,7 +21,7 @@ from mosaic.decoding.algorithms import expected_steps, longest_row, repeated_ste
 from mosaic.decoding.canvas import Canvas
 from mosaic.decoding.config import GenerationConfig, resolve, uncut, with_options
 from mosaic.decoding.deadlines import Deadlines
-from mosaic.decoding.described import Described, admitted, describe
+from mosaic.decoding.described import Described, admitted, describe, rows_of
 from mosaic.decoding.forecast import Forecast
 from mosaic.decoding.generators import Generators
 from mosaic.decoding.live import LiveRequest, Submission
@@ -37,12 +37,13 @@ from mosaic.models.parts import REQUESTS
 from mosaic.models.step import MAX_TOKENS, StepSize
 from mosaic.runtime.interrupts import interrupts_held, interrupts_let_through
 from mosaic.runtime.range_pool import ClosesOnExit
-from mosaic.runtime.request_table import MOST_ROWS, RequestTable
+from mosaic.runtime.request_table import MOST_ROWS, SEEN, RequestTable
 
 if TYPE_CHECKING:
     from mosaic.decoding.live import Early
     from mosaic.decoding.tokenizer import Tokenizer
     from mosaic.models.state import State
+    from mosaic.runtime.prefixes import Prefix
     from mosaic.runtime.steps import StepResult, StepRunner
 
 __all__ = ["Session"]
@@ -179,14 +180,15 @@ class Session(ClosesOnExit):
 
     def admits(self, *submissions: Submission) -> bool:
         """Return whether every future step fits the budget, with all that is live and these requests added; as for `submit`."""
-        with interrupts_held(), self._runner.exclusive(), ExitStack() as withdrawing, interrupts_let_through():
-            return admitted(self._described(submissions), self._table, self._has_room, withdrawing) is not None
+        with interrupts_held(), self._runner.exclusive(), interrupts_let_through():
+            return admitted(self._described(submissions), self._has_room) is not None
 
     def forecast(self, submission: Submission) -> Forecast:
         """Return what a request would take, and when there is room for it; nothing changes. Raises as `submit` does."""
         with self._runner.exclusive():
-            (one,) = self._described([submission])
-            return Forecast.of(one, self._runner.architecture, self.admits(submission), lambda: self._refuse([one]))
+            found = self._described([submission])
+            admits, alone = admitted(found, self._has_room) is not None, found[0].alone()
+            return Forecast.of(alone, self._runner.architecture, admits, lambda: self._refuse([alone]))
 
     def submit(
         self, prompt: Prompt, config: GenerationConfig | None = None, *, request_id: int | None = None,
@@ -214,14 +216,14 @@ class Session(ClosesOnExit):
         with interrupts_held() as raise_pending, self._runner.exclusive(), ExitStack() as withdrawing:
             with interrupts_let_through():
                 described = self._described(submissions)
-                found = admitted(described, self._table, self._has_room, withdrawing)
-                if found is None:
-                    self._refuse(described)
-                    found = described
+                if (found := admitted(described, self._has_room)) is None:
+                    self._refuse(found := [one.alone() for one in described])
+                with interrupts_held():
+                    prefixes = [self._opened(one, withdrawing) for one in found]  # all, before one is given rows
                 for one in () if self._live else found:
                     if steps := repeated_steps(one.config, one.largest):
                         self._runner.place(*steps)
-            started = [self._made(one) for one in found]
+            started = list(map(self._made, found, prefixes))
             for request in started:
                 withdrawing.callback(self.cancel, request)
                 self._start(request)
@@ -244,9 +246,9 @@ class Session(ClosesOnExit):
             number = self._submitted + place if submission.request_id is None else submission.request_id
             which = f"prompt {place}" if len(submissions) > 1 else "the prompt"
             config = resolve(submission.config, arch)
-            prompt = token_ids(submission.prompt, self._tokenizer, which=which)
-            check_prompt(prompt, config, arch, which=which)
-            expected = next(expected_steps(config, arch, prompt.numel()), None)
+            tokens = token_ids(submission.prompt, self._tokenizer, which=which)
+            prompt = check_prompt(tokens, config, arch, which=which)
+            expected = next(expected_steps(config, arch, len(prompt)), None) if config.eviction is not None else None
             if expected is not None and not self._runner.pays(expected):
                 _log.warning(LEFT_OUT, number, len(expected.windows))
                 config = resolve(uncut(submission.config), arch)
@@ -261,11 +263,12 @@ class Session(ClosesOnExit):
     def _has_room(self, more: Sequence[Described]) -> bool:
         """Whether each step that live requests of all sessions and `more` may share fits."""
         sizes, tabled, rows = self._asked(more)
-        if sizes and not self._runner.admits(sizes, more=rows):
+        if sizes and not self._runner.admits(sizes, more={state: rows[state] for state in rows if state is not SEEN}):
             return False
         tables = self._shared.tables
-        if not all(table.admits(tabled if table is self._scheduler else (), rows) for table in tables):
-            return False
+        for table in tables:
+            if not table.admits(tabled if table is self._scheduler else (), rows):
+                return False
         if (scheduler := self._scheduler) is not None:
             scheduler.keep_idle(tabled, rows, alone=len(tables) == 1 and not sizes)
         return True
@@ -291,20 +294,24 @@ class Session(ClosesOnExit):
 
     def _asked(self, more: Sequence[Described]) -> tuple[list[StepSize], list[TableRow], dict[State, int]]:
         """The largest steps that generators may share, who comes to the table, and the rows that `more` take."""
-        rows: dict[State, int] = {}
-        for described in more:
-            for state, count in described.taken.items():
-                rows[state] = rows.get(state, 0) + count
+        rows = rows_of(more, self._table)
         tabled = [described.row for described in more if described.row is not None]
         if tabled and self._table is not None:
             rows[REQUESTS] = self._table.rows_to_open
         generators = [described.largest for described in more if described.row is None]
         return self._shared.beside(generators, rows=bool(tabled)), tabled, rows
 
-    def _made(self, described: Described) -> LiveRequest:
+    def _opened(self, described: Described, withdrawing: ExitStack) -> Prefix | None:
+        """Take what a request shares, until the stack gives it back."""
+        prefix = None if self._table is None else described.open(self._table)
+        if prefix is not None:
+            withdrawing.callback(prefix.drop)
+        return prefix
+
+    def _made(self, described: Described, prefix: Prefix | None) -> LiveRequest:
         """Make a live request that has asked for no step yet."""
         canvas = Canvas(
-            prompt=described.prompt.to("cpu", torch.int64), config=described.config, architecture=self._runner.architecture,
+            prompt=torch.from_numpy(described.prompt), config=described.config, architecture=self._runner.architecture,
             request=described.number, length=described.length, demand=described.demand, open_state=self._runner.open_rows,
         )  # fmt: skip
         decode = self._tokenizer().decode if is_text(described.submission.prompt) else None
@@ -312,14 +319,7 @@ class Session(ClosesOnExit):
         if described.row is not None and self._table is not None and self._scheduler is not None:
             group = self._scheduler.group_of(described.row)
             request = TabledRequest(
-                self._submitted,
-                described.submission,
-                canvas,
-                described.row,
-                group,
-                self._table,
-                decode,
-                described.prefix,
+                self._submitted, described.submission, canvas, described.row, group, self._table, decode, prefix
             )
         else:
             request = LiveRequest(self._submitted, described.submission, canvas, described.largest, decode)

@@ -66,6 +66,10 @@ class State:
         if self.dtype and self.dtype not in ITEMSIZE:
             raise GraphError(f"state '{self.name}': unknown dtype '{self.dtype}', one of {', '.join(ITEMSIZE)}")
 
+    def __hash__(self) -> int:
+        """That of its name: admission and steps look states up all the time."""
+        return hash(self.name)
+
     @property
     def rows_dim(self) -> str:
         """The dim of its rows."""

@@ -6,7 +6,8 @@ tokens are final serve every request that begins with the same tokens. They are 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +16,15 @@ if TYPE_CHECKING:
     from mosaic.runtime.spans import Span
     from mosaic.runtime.state_rows import OwnedRows, RowTable
 
-__all__ = ["Prefix", "Prefixes", "piece_of", "unit_of"]
+__all__ = ["Found", "Prefix", "Prefixes", "piece_of", "unit_of"]
 
 UNIT: Final = 64
 """Fewest tokens of a unit: a tile of keys, and a look-up for each run of them."""
 PIECE: Final = 1024
 """Most tokens of an extent, where a unit has no more: what others share of it, and what goes when rows are needed, is little more
 than what is used. Segments of `kv_attention` have as many keys at least."""
+WIDTH: Final = 8
+"""Bytes of a token, as runs are compared by bytes: a tenth of the time."""
 
 
 def unit_of(block: int) -> int:
@@ -52,7 +55,7 @@ class _Run:
     extent, row
         Where its keys lie: an extent, and the row of its first token.
     tokens
-        int64 [n], whole units.
+        Bytes of whole units, 8 a token.
     ready
         Units whose keys are written.
     writer
@@ -62,12 +65,16 @@ class _Run:
     __slots__ = ("children", "extent", "key", "parent", "ready", "row", "start", "tokens", "writer")
 
     def __init__(
-        self, parent: _Run | None, key: tuple[int, bytes], extent: Span, row: int, start: int, tokens: NDArray[np.int64],
-        ready: int, writer: Prefix | None,
+        self, parent: _Run | None, key: tuple[int, bytes], extent: Span, row: int, start: int, tokens: bytes, ready: int,
+        writer: Prefix | None,
     ) -> None:  # fmt: skip
         self.parent, self.key, self.extent, self.row, self.start = parent, key, extent, row, start
         self.tokens, self.ready, self.writer = tokens, ready, writer
         self.children: dict[tuple[int, bytes], _Run] = {}
+
+
+Found: TypeAlias = list[tuple[_Run, int]]
+"""The runs that some tokens begin with, and how many units of each."""
 
 
 class Prefixes:
@@ -86,7 +93,7 @@ class Prefixes:
 
     def __init__(self, table: RowTable, block: int) -> None:
         self.table, self.unit, self.piece = table, unit_of(block), piece_of(block)
-        self._root = _Run(None, (0, b""), (0, 0), 0, 0, np.empty(0, dtype=np.int64), 0, None)
+        self._root = _Run(None, (0, b""), (0, 0), 0, 0, b"", 0, None)
         self._runs: dict[Span, list[_Run]] = {}
 
     def open(self, tokens: NDArray[np.int64], most: int, priority: int = 0) -> Prefix:
@@ -100,31 +107,41 @@ class Prefixes:
         """Return how many first tokens are kept with their keys, whole units."""
         return _ready(self.match(tokens, len(tokens), None)) * self.unit
 
-    def match(self, tokens: NDArray[np.int64], most: int, priority: int | None) -> list[tuple[_Run, int]]:
-        """Return the runs that tokens begin with, and how many units of each; with a priority only those that a request of it may
-        take."""
-        unit, run, count, position = self.unit, self._root, 0, 0
-        found: list[tuple[_Run, int]] = []
-        while position + unit <= most:
-            child = run.children.get((count, tokens[position : position + unit].tobytes()))
-            if child is None:
-                break
-            size = min(len(child.tokens), most - position)
-            given, alike = tokens[position : position + size], size
-            if child.tokens[:size].tobytes() != given.tobytes():  # most are alike: a tenth of the time
-                alike = int((child.tokens[:size] != given).argmax())
-            run, count = child, alike // unit
+    def match(self, tokens: NDArray[np.int64], most: int, priority: int | None) -> Found:
+        """Return what tokens begin with, at most `most` of them; with a priority only what a request of it may take."""
+        unit, run, count, at, found = self.unit * WIDTH, self._root, 0, 0, Found()
+        if (0, tokens[: self.unit].tobytes()) not in run.children:
+            return found
+        given, end = tokens.tobytes(), most * WIDTH
+        while at + unit <= end and (child := run.children.get((count, given[at : at + unit]))) is not None:
+            alike = min(len(child.tokens), end - at) // unit
+            known = child.tokens[: alike * unit]
+            if not given.startswith(known, at):
+                alike = next(
+                    n for n in range(alike) if not given.startswith(known[n * unit : (n + 1) * unit], at + n * unit)
+                )
+            run, count = child, alike
             if priority is not None and count > run.ready and not self._may_wait(run, priority):
                 count = run.ready
             if count:
                 found.append((run, count))
-            if count < alike // unit:
+            if count < alike:
                 break
-            position += count * unit
+            at += count * unit
         return found
+
+    def fresh(self, positions: int, found: Sequence[Found]) -> int:
+        """Return the rows that are handed out if requests of so many positions take what was found for them."""
+        taken = [run for runs in found for run in runs]
+        left = positions - sum([count for _, count in taken]) * self.unit
+        return self.table.again(left, {run.extent for run, _ in taken}) if self.table.has_idle else left
 
     def _may_wait(self, run: _Run, priority: int) -> bool:
         return not self.table.is_idle(run.extent) and (run.writer is None or run.writer.priority >= priority)
+
+    def units_of(self, run: _Run) -> int:
+        """Return how many units a run has."""
+        return len(run.tokens) // (self.unit * WIDTH)
 
     def add(self, rows: OwnedRows, tokens: NDArray[np.int64], end: int, writer: Prefix | None) -> list[_Run]:
         """Keep the whole units of tokens before `end` that are not kept yet, in runs of the owner's extents; return these. They are
@@ -136,12 +153,12 @@ class Prefixes:
         for (row, size, first, before), stop in zip(rows.extents, ends, strict=True):
             units = (min(stop, end) - position) // unit
             if units > 0:
-                key = count, tokens[position : position + unit].tobytes()
+                mine = tokens[position : position + units * unit].tobytes()
                 run = _Run(
-                    parent, key, (row, row + size), row + before + position - first, position,
-                    tokens[position : position + units * unit].copy(), 0 if writer else units, writer,
+                    parent, (count, mine[: unit * WIDTH]), (row, row + size), row + before + position - first, position, mine,
+                    0 if writer else units, writer,
                 )  # fmt: skip
-                parent.children[key] = run
+                parent.children[run.key] = run
                 self._runs.setdefault(run.extent, []).append(run)
                 self.table.note(run.extent, self._forget)
                 position += units * unit
@@ -154,14 +171,14 @@ class Prefixes:
     def trim(self, run: _Run) -> None:
         """Forget the units of a run that nobody is to write."""
         kept = run in self._runs.get(run.extent, ()) and run.writer is None
-        if not kept or run.ready * self.unit >= len(run.tokens) or not self.table.is_idle(run.extent):
+        if not kept or run.ready >= self.units_of(run) or not self.table.is_idle(run.extent):
             return
         if not run.ready:
             self._remove(run)
             return
         for child in [child for (at, _), child in run.children.items() if at > run.ready]:
             self._remove(child)
-        run.tokens = run.tokens[: run.ready * self.unit].copy()
+        run.tokens = run.tokens[: run.ready * self.unit * WIDTH]
 
     def _forget(self, extent: Span) -> None:
         """Forget what lies in an extent that others get."""
@@ -204,8 +221,8 @@ class Prefix:
 
     def __init__(self, prefixes: Prefixes, tokens: NDArray[np.int64], most: int, priority: int) -> None:
         self._prefixes, self._tokens, self._most, self.priority = prefixes, tokens, most, priority
-        self._taken: list[tuple[_Run, int]] = []
-        self._own: list[tuple[_Run, int]] = []  # which it writes, and how many units of each
+        self._taken = Found()
+        self._own = Found()  # which it writes, and how many units of each
         self.length = 0
         self.rows = self._open()
         self._take(prefixes.match(tokens, most, priority))
@@ -216,7 +233,7 @@ class Prefix:
         rows.piece = self._prefixes.piece
         return rows
 
-    def _take(self, found: list[tuple[_Run, int]]) -> None:
+    def _take(self, found: Found) -> None:
         """Share these, if they are more."""
         unit = self._prefixes.unit
         if (length := sum(count for _, count in found) * unit) > self.length:
@@ -250,8 +267,8 @@ class Prefix:
 
     def promise(self) -> None:
         """Let others share what this request writes of its prompt; all rows are reserved."""
-        unit, added = self._prefixes.unit, self._prefixes.add(self.rows, self._tokens, self._most, self)
-        self._own = [(run, len(run.tokens) // unit) for run in added]
+        added = self._prefixes.add(self.rows, self._tokens, self._most, self)
+        self._own = [(run, self._prefixes.units_of(run)) for run in added]
 
     def lead(self) -> int:
         """Go on with what others have left unwritten; return how many tokens need not be."""
@@ -283,7 +300,7 @@ class Prefix:
         self._taken.clear()
 
 
-def _ready(runs: list[tuple[_Run, int]]) -> int:
+def _ready(runs: Found) -> int:
     """How many units, from the first on, have their keys."""
     found = 0
     for run, count in runs:

@@ -143,9 +143,9 @@ class RequestTable:
         self._engine = engine
         for state in TABLED.states:
             engine.table(state)  # which may hold rows for steps alone: memory of those goes back when it is needed
-        self._own: OwnedRows = engine.table(REQUESTS).open("a session")
+        self._own, self._keys = engine.table(REQUESTS).open("a session"), engine.table(KV)
         block = 0 if engine.planner.architecture is None else engine.planner.architecture.block
-        self._prefixes = Prefixes(engine.table(KV), block) if block else None
+        self._prefixes = Prefixes(self._keys, block) if block else None
         self.columns, self.steps = np.zeros((ROWS, COLUMNS), dtype=np.int64), np.zeros(ROWS, dtype=np.int64)
         self.planned: frozenset[tuple[State, int]] = frozenset()
         self.longest = 0
@@ -190,7 +190,7 @@ class RequestTable:
     @property
     def holes(self) -> int:
         """Runs of rows of keys that nobody owns: a request's keys come to lie in one extent more, at most."""
-        return len(self._engine.table(KV).free)
+        return len(self._keys.free)
 
     @property
     def rows_to_open(self) -> int:
@@ -319,10 +319,11 @@ class RequestTable:
 
     def _states(self, more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> dict[State, int]:
         """Return the rows of each state once owners have `gone` and `more` are taken, and the keys that are seen, if more."""
-        keys, rest = self._engine.table(KV), {state: count for state, count in more.items() if state is not SEEN}
-        states = self._engine.states_with(rest, gone)
-        left = keys.positions - sum(owned.length for owned in gone if owned.is_of(keys))
-        seen = left + max(more.get(KV, 0), more.get(SEEN, 0))
+        seen = more.get(SEEN, more.get(KV, 0))
+        if SEEN in more:
+            more = {state: count for state, count in more.items() if state is not SEEN}
+        states = self._engine.states_with(more, gone)
+        seen += self._keys.positions - sum([owned.length for owned in gone if owned.is_of(self._keys)])
         return states | {SEEN: seen} if seen > states.get(KV, 0) else states
 
     def fits(self, room: Room, states: frozenset[tuple[State, int]] | None = None) -> bool:
@@ -346,13 +347,13 @@ class RequestTable:
     @property
     def has_idle(self) -> bool:
         """Whether some extents of keys are kept that nobody owns."""
-        return self._engine.table(KV).has_idle
+        return self._keys.has_idle
 
     def keep_idle(self, rooms: Iterable[Room] | None, more: Mapping[State, int]) -> None:
-        """Let the state of keys grow for those who enter, rather than take idle extents: up to what steps are planned for, if these
-        fit beside that. Without rooms it does not."""
+        """Let keys of those who enter take new rows rather than idle extents: as many as steps are planned for, if these fit beside
+        them. Without rooms they take idle ones."""
         kept = rooms is not None and _within(self._states(more), self._held) and all(map(self.fits, rooms))
-        self._engine.table(KV).most = self._held.get(KV, 0) if kept else 0
+        self._keys.most = self._held.get(KV, 0) if kept else 0
 
     def covers(self, more: Mapping[State, int], gone: Collection[OwnedRows] = ()) -> bool:
         """Return whether steps are planned for the rows that there are once owners have `gone` and `more` are taken."""

@@ -81,6 +81,8 @@ class SharedSizes:
         return found
 
     def _joined_with(self, more: Sequence[Sequence[StepSize]]) -> list[StepSize]:
+        if not self._live and not more:
+            return []
         if len(self._live) + len(more) == 1:
             return [size for largest in (*self._live.values(), *more) for size in largest]
         if self._joined is None:

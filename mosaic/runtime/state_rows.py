@@ -124,6 +124,12 @@ class RowTable:
             return rows + (0 if any(end - start >= count for start, end in free) else count)
         return rows + max(count - total(free), 0)
 
+    def again(self, count: int, extents: Iterable[Span]) -> int:
+        """Return as how many rows `count` more ones count in `room`, if the idle ones among these extents are taken again."""
+        idle = [extent for extent in extents if extent in self._idle]
+        end = max([end for _, end in idle], default=0)  # it may lie behind all rows that somebody owns
+        return max(count + total(idle), end - self.rows + total(self._free)) if idle else count
+
     def most_extents(self, owners: int) -> int:
         """Return an upper bound of extents after `owners` more owners have reserved once each: each reservation fills
         or cuts a hole, or adds rows at the end."""

@@ -36,6 +36,7 @@ class KeysAndValues(State):
 
     extents: bool = True
     windowed: bool | None = None
+    __hash__ = State.__hash__
 
     def columns(self, arch: Architecture) -> int:
         """Return keys and values of its layers."""
