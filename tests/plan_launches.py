@@ -125,7 +125,7 @@ LAUNCHES = [
            4 * 3 * 6 * 8 + 4 * 7 * 6 * 8,
            {"layer": 1, "slot": 1, "kv_heads": 2, "head_size": 2, "scale": 0.5, "span": 3, "keys": 7},
            moved="q k v kv=56 held=8 held_row spans cu_seqlens y", loose="kv held", inplace="y/q"),
-    Launch("pack_requests", "table:l5,49 room:l1,7", "row:l2 begin:i2 seen:i2 cu_seqlens:i3 cu_rows:i3 cu_extents:i3 table",
+    Launch("pack_requests", "table:l5,49 room:l1,8", "row:l2 begin:i2 seen:i2 cu_seqlens:i3 cu_rows:i3 cu_extents:i3 table",
            attrs={"sequences": 2}, optional="sequences"),
     Launch("page_bounds",
            "q:f6,8 extrema:f9,16 page_table:l5 cu_pages:i3 votes:u6 cu_seqlens:i3 positions:i6", "bound:f4,7", 4 * 3 * 6 * 8,

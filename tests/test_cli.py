@@ -97,15 +97,21 @@ def test_sparse_keys_are_planned_as_a_refresh_and_reuse(mosaic: Any) -> None:
     assert reuse["predicted_step_ms"] < windowed["windowed"]["predicted_step_ms"] < refresh["predicted_step_ms"] / 8
     few = mosaic(*ask, "--budget", "14GiB")
     assert few.code == 3 and "smallest budget for this request" in few.out
+    assert few.out.endswith("largest retention in this budget: none\n")
 
 
 @pytest.mark.soak
-def test_the_smallest_budget_that_is_named_holds_every_step_of_sparse_keys(mosaic: Any) -> None:
+def test_what_is_said_to_be_enough_holds_every_step_of_sparse_keys(mosaic: Any) -> None:
     """A delayed Refresh needs more than the full step before it, and neither fits."""
-    ask = ("plan", "--model", "llada-8b", "--ctx", "8k", "--device", "h200", "--cache", "sparse:delay=1", "--json")
-    short = mosaic(*ask, "--budget", "2GiB")
-    enough = short.json["misfit"]["smallest_budget_bytes"]
-    assert short.code == 3 and mosaic(*ask, "--budget", str(enough)).code == 0
+    ask = ("plan", "--model", "llada-8b", "--ctx", "8k", "--device", "h200", "--json", "--cache", "sparse:delay=1")
+    short = mosaic(*ask, "--budget", "2GiB").json["misfit"]
+    assert mosaic(*ask, "--budget", str(short["smallest_budget_bytes"])).code == 0 == short["largest_retention"]
+    tight = mosaic(*ask, "--budget", "16.5GiB")
+    retention = tight.json["misfit"]["largest_retention"]
+    assert tight.code == 3 and 0 < retention < 0.5
+    for more, code in ((0, 0), (0.01, 3)):
+        fewer = (*ask[:-1], f"{ask[-1]}:retention={retention + more:.2f}", "--budget", "16.5GiB")
+        assert mosaic(*fewer).code == code
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_request_table import Asked, Caller, come_and_go, prompt_of
+from test_request_table import CONFIGS, Asked, Caller, come_and_go, prompt_of
 from test_sparse_keys_rows import DEEP, drawn
 from test_warm import counted
 
@@ -114,6 +114,20 @@ def test_generators_step_between_parts_that_are_as_long_as_the_bound(models: dic
         assert parts_until_first_outcome(session, request) >= min(long_ms / short_ms / 4, 10) > 2
         assert not other.steps
         parts_until_first_outcome(session, other)
+
+
+def test_a_prompt_in_parts_of_which_nothing_is_wanted_ends() -> None:
+    """Of block diffusion: the step writes keys and decides nothing."""
+    config = GenerationConfig(gen_length=8, steps=2, stop_at_eos=False)
+    reusing = replace(config, attention="flashblock:reuse_change=0.1")
+    with mosaic.compile(CONFIGS["sdar"], seed=3) as model:
+        (alone,) = model.generate([prompt_of(72)], reusing)
+        with model.session(max_delay_ms=0) as session:
+            session.submit(prompt_of(5), replace(config, gen_length=400))
+            session.advance()
+            request = session.submit(prompt_of(72), reusing, request_id=0)
+            assert parts_until_first_outcome(session, request) > 2
+            check_answer(session, request, alone)
 
 
 def test_a_step_within_the_bound_is_launched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,8 @@ def test_lines_that_are_no_requests_are_named_and_left_out_or_end_the_job(model:
     for number in numbers[:3]:
         with pytest.raises(UsageError) as refused:
             run(model, path, out)
-        assert f"{path}, line {number}: " in str(refused.value) and "Mend it and start again" in str(refused.value)
+        assert f"{path}, line {number}: " in str(refused.value) and ". Mend it and start again" in str(refused.value)
+        assert ".." not in str(refused.value).removeprefix(str(path))
         assert answers(out) == [one for one in expected.values() if one["line"] < number]  # what came before is there
         mended = path.read_text(encoding="utf-8").split("\n")
         mended[number - 1] = ""
@@ -341,6 +342,7 @@ def test_the_command_answers_a_file(
     for wrong, says in (
         (("--prompts", path), "give --out"), (("--prompts", path, "--out", out, "--prompt", "a"), "not both"),
         (("--prompts", path, "--out", out), "by another model or other options"),
+        *((("--prompt", "a", *alone), "go with --prompts") for alone in (("--out", out), ("--as-finished",))),
     ):  # fmt: skip
         assert command(monkeypatch, "--model", model.model.path, *wrong) == 2
         assert says in capsys.readouterr().err

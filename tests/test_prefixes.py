@@ -444,6 +444,12 @@ def test_a_saved_prefix_serves_another_session(models: dict[str, CompiledModel],
         pytest.raises(CheckpointError, match="its weights differ"),
     ):
         session.prefixes.load(file)
+    model.save(tmp_path / "weights")
+    with model.session() as session, pytest.raises(CheckpointError, match="no saved prefix: it has no tensor"):
+        session.prefixes.load(tmp_path / "weights" / "model.safetensors")
+    for again in (lambda: session.prefixes.load(file), lambda: session.prefixes.pin(prompt)):
+        with pytest.raises(UsageError, match="the session is closed"):
+            again()
     file.write_bytes(file.read_bytes()[:-5])
     with model.session() as session, pytest.raises(CheckpointError, match=r"prefix\.safetensors"):
         session.prefixes.load(file)

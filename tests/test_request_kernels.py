@@ -109,7 +109,7 @@ class Requests:
         column[Column.GROUP] = rng.choice([0, 0, 0, 2]) * self.groups
         column[Column.MARKS] = rng.choice([0, 0, 1, 4, 1 << 62]) * self.groups
         column[Column.OWN : Column.OWN + 4] = [rng.randrange(-1, 9) for _ in range(4)]
-        column[Column.STEP], column[Column.SERVED] = rng.randrange(50), rng.randrange(12)
+        column[Column.STEP], column[Column.SERVED] = rng.choice([0, rng.randrange(50)]), rng.randrange(12)
         more = random.Random(len(tokens))
         column[Column.PRIORITY] = more.choice([0, 0, 3, -9, 1 << 30])
         column[Column.DECIDES] = more.choice([column[Column.DECIDES], 3, column[Column.DECIDES] if shifted else 4])
@@ -117,7 +117,7 @@ class Requests:
         column[Column.SCHEDULE] = more.choice([0, 0, 3])
         column[Column.SINCE], column[Column.POST_STEPS] = more.randrange(6), more.randrange(5)
         column[Column.OPEN] = sum(token == OPEN for token in canvas[now : now + block])
-        if self.packs and window == 3 and more.random() < 0.7:
+        if self.packs and window == 3 and not small and more.random() < 0.7:
             self._pack_keys(column, more)
         tokens += canvas + [more.randrange(99) << 32 | more.randrange(9) for _ in range(column[Column.SCHEDULE])]
         extents += mine
@@ -153,6 +153,7 @@ class Requests:
             room["rows"],
             room["extents"],
             self.rng.choice([1, 4, 5]) if self.groups else 1,
+            self.rng.randrange(2),
             self.rng.randrange(2),
         ]
         given = {"table": self.table.clone(), "room": torch.tensor([limits])}
@@ -302,7 +303,7 @@ def test_plans_of_steps_over_a_table_are_proved(device: str) -> None:
 
 
 def test_the_keys_of_rows_are_those_of_noise() -> None:
-    case = Requests(4).draw()
+    case = Requests(9).draw()
     given, bounds = case.operands, case.operands["cu_rows"].tolist()
     row = next(row for row in range(len(bounds) - 1) if bounds[row + 1] > bounds[row])
     request, mine = int(given["row"][row]), slice(bounds[row], bounds[row + 1])

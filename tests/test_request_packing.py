@@ -65,14 +65,16 @@ class Clock:
         The smallest block, and the largest.
     spare
         Whether the room holds what is kept for prompts beside the largest window.
+    holds
+        Whether newcomers wait for prompts.
     """
 
-    def __init__(self, seed: int, window: int, blocks: tuple[int, int], *, spare: bool) -> None:
+    def __init__(self, seed: int, window: int, blocks: tuple[int, int], *, spare: bool, holds: bool) -> None:
         rng = self.rng = random.Random(f"{seed} {window}")
         self.table = torch.zeros(ROWS + 2, COLUMNS, dtype=torch.int64)
         self.canvas = torch.zeros(ROWS * LONGEST, dtype=torch.int64)
         self.extents = torch.zeros(ROWS * 3, 4, dtype=torch.int64)
-        self._window, self._blocks = window, blocks
+        self._window, self._blocks, self.holds = window, blocks, holds
         largest = 2 * blocks[1] if window == BY_BLOCKS else LONGEST
         room = largest * rng.choice([1, 1, 2, 5])
         room += max(blocks[1], room // (KEPT_SHARE - 1)) if spare else 0
@@ -141,7 +143,7 @@ class Clock:
 
     def step(self) -> list[Window]:
         """Take a turn; return the windows that were served, in order."""
-        limits = [0, ROWS, self.tokens, self.rows, self.most_extents, 1, 0]
+        limits = [0, ROWS, self.tokens, self.rows, self.most_extents, 1, 0, int(self.holds)]
         packed = {"row": torch.empty(self.sequences, dtype=torch.int64)}
         packed |= {name: torch.empty(self.sequences, dtype=I32) for name in ("begin", "seen")}
         bounds = {f"cu_{name}": torch.empty(self.sequences + 1, dtype=I32) for name in ("seqlens", "rows", "extents")}
@@ -206,17 +208,20 @@ CASES = [(BY_BLOCKS, (4, 4)), (BY_BLOCKS, (4, 8)), (REFRESHED, (4, 8)), (FROM_BL
 
 
 @pytest.mark.some
-@pytest.mark.parametrize("spare", [True, False])
+@pytest.mark.parametrize(("spare", "holds"), [(True, False), (False, False), (True, True), (False, True)])
 @pytest.mark.parametrize(("window", "blocks"), CASES)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 40))])
-def test_every_request_is_served_in_time_and_ends(seed: int, window: int, blocks: tuple[int, int], spare: bool) -> None:
+def test_every_request_is_served_in_time_and_ends(
+    seed: int, window: int, blocks: tuple[int, int], spare: bool, holds: bool
+) -> None:
     """Who decides is served within as many turns as there are requests, as each turn serves the first of those who decide. Two
     turns serve more tokens, or decide more rows, than there is room for: so it also takes at most twice all that is asked for by
     the room, and one turn. A prompt is written within `PATIENCE` turns, and those that it and all before it take of what is kept.
 
-    Without room for what is kept beside the largest window, prompts that are old may go before it.
+    Without room for what is kept beside the largest window, prompts that are old may go before it. Those who wait for prompts do so
+    from their first turn on, and are counted from their first decision on.
     """
-    clock = Clock(seed, window, blocks, spare=spare)
+    clock = Clock(seed, window, blocks, spare=spare, holds=holds)
     waited: dict[int, list[int]] = {}  # of those who decide: turns, and the most that these may be
     chunks: dict[int, int] = {}
     for at in range(3_000):
@@ -233,7 +238,7 @@ def test_every_request_is_served_in_time_and_ends(seed: int, window: int, blocks
         room = clock.tokens - clock.kept * (window == BY_BLOCKS)
         asked = sum(map(clock.wants, clock.live)) / room, sum(own[Column.BLOCK] for own in before.values()) / clock.rows
         old = [row for row in prompts if clock.latest + 1 - clock.table[row, Column.SERVED] >= PATIENCE]
-        for row in deciding:
+        for row in (row for row in deciding if clock.table[row, Column.STEP] or not holds):
             waited.setdefault(clock.live[row].number, [0, min(len(clock.live), 2 * sum(map(ceil, asked)) + 1)])
         requests, in_order = (
             {one.number: one for one in clock.live.values()},
@@ -250,7 +255,7 @@ def test_every_request_is_served_in_time_and_ends(seed: int, window: int, blocks
             own = before[one.request]
             if one.rows:
                 assert one.tokens <= clock.tokens and by_number[one.request] in deciding
-                del waited[one.request]
+                waited.pop(one.request, None)
             else:  # whole blocks, from where the last chunk ended
                 assert one.tokens % own[Column.BLOCK] == 0 and one.begin == own[Column.WRITTEN]
                 chunks[one.request] = chunks.get(one.request, 0) + one.tokens

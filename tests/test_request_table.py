@@ -597,6 +597,31 @@ def test_what_is_admitted_never_fails_and_what_is_refused_changes_nothing(family
     assert len(admitted) > 2 and (refused > 2 or not keeps)
 
 
+def test_a_request_that_another_sessions_step_has_no_room_beside_is_refused() -> None:
+    """This session is idle, and its own steps would fit; nobody knows how long the other one takes."""
+    large = Submission(prompt=prompt_of(900), config=GenerationConfig(gen_length=8, steps=4, cfg_scale=1.0))
+    small: dict[str, Any] = {"gen_length": 8, "block_length": 8, "cache": "dual"}
+    with (
+        mosaic.compile(CONFIGS["llada"], seed=3, host_budget=0, budget=1600 * KIB) as model,
+        model.session() as session,
+        pytest.raises(DoesNotFit) as refused,
+    ):
+        session.submit_all([large])
+    enough = refused.value.needed_bytes
+    assert enough is not None
+    with (
+        mosaic.compile(CONFIGS["llada"], seed=3, host_budget=0, budget=enough) as model,
+        model.session() as one,
+        model.session() as other,
+    ):
+        other.submit(prompt_of(9), **small)
+        finish(other)
+        one.submit_all([large])
+        with pytest.raises(DoesNotFit) as refused:
+            other.submit(prompt_of(9), **small)
+    assert refused.value.steps is None and not refused.value.never
+
+
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 

@@ -326,9 +326,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Shape, float]]:
     """Steps that are launched from now on, with the milliseconds that their plans say."""
     found, launch = list[tuple[Shape, float]](), RequestTable.launch
 
-    def noted(table: RequestTable, shape: Shape) -> None:
+    def noted(table: RequestTable, shape: Shape, **more: Any) -> None:
         found.append((shape, table.predicted_ms(shape.room)))
-        launch(table, shape)
+        launch(table, shape, **more)
 
     monkeypatch.setattr(RequestTable, "launch", noted)
     return found
@@ -353,6 +353,43 @@ def test_prompts_keep_a_pace_beside_blocks_unless_many_tokens_wait(
                 session.advance()
             longest[prompts] = max(ms for _, ms in launched) / alone_ms
     assert longest[1] <= 1.5 < longest[8]
+
+
+def test_a_block_takes_no_longer_in_a_session_that_is_warm_for_many(
+    models: dict[str, CompiledModel], launched: list[tuple[Shape, float]]
+) -> None:
+    """What is planned for it counts the keys of one request, not of all."""
+    for requests in (1, 32):
+        with models["sdar"].session() as session:
+            session.warm(GenerationConfig(**WAY), requests=requests, tokens=256)
+            session.submit(prompt_of(8), gen_length=8, steps=4, **WAY)
+            session.advance(2)
+    alone, beside = launched[1], launched[-1]
+    assert alone[0].room.windows == beside[0].room.windows == 1 and beside[1] < 1.1 * alone[1]
+
+
+@pytest.mark.parametrize(("lengths", "running", "together"), [
+    ([40] * 12, 0, True), ([40] * 12, 5, True), ([40] * 12, 14, False), ([600] * 3, 0, False), ([40] * 60, 0, False),
+])  # fmt: skip
+def test_requests_that_come_together_begin_together(
+    models: dict[str, CompiledModel], lengths: list[int], running: int, together: bool
+) -> None:
+    """Where their prompts are short, few steps write them all, and they are more than those who run, who go on meanwhile."""
+    with models["sdar"].session(max_num_batched_tokens=160) as session:
+        for length in range(running):
+            session.submit(prompt_of(4 + length), gen_length=400, steps=4, **WAY)
+        while not all(request.steps for request in session.live):
+            session.advance()
+        prompts = [prompt_of(length, seed) for seed, length in enumerate(lengths, 1)]
+        came = [session.submit(prompt, gen_length=8, steps=4, **WAY).number for prompt in prompts]
+        began = dict[Any, int]()
+        for step in range(1000):
+            decided = {one.request for one in session.advance() if len(one.positions)}
+            assert len(decided - {*came}) == running
+            began = dict.fromkeys(decided & {*came}, step) | began
+            if len(began) == len(came):
+                break
+    assert len(began) == len(came) and (len({*began.values()}) == 1) == together
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3])

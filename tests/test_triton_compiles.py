@@ -210,7 +210,7 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     sequences, table = empty(64, dtype=torch.int32), {"table": empty(1024, COLUMNS, dtype=index)}  # the most requests
     bounds = {name: empty(65, dtype=torch.int32) for name in ("cu_seqlens", "cu_rows", "cu_extents")}
     packed = {"row": empty(64, dtype=index), "begin": sequences, **bounds}
-    packing = {**packed, "room": empty(1, 7, dtype=index), "seen": sequences, "sequences": 64}
+    packing = {**packed, "room": empty(1, 8, dtype=index), "seen": sequences, "sequences": 64}
     for requests in (1024, 256, 64, 16):
         yield "pack_requests", {"table": table["table"][:requests], **packing}
     held = {"canvas": some, "held_extents": empty(300, 4, dtype=index), "extents": empty(70, 4, dtype=index)}

@@ -103,6 +103,10 @@ def generate(
     require_torch("`mosaic generate`")
     if prompts is not None and prompt is not None:
         raise UsageError("give --prompt or --prompts, not both.")
+    if prompts is None and (out is not None or as_finished or skip_bad_lines or max_num_seqs is not None):
+        raise UsageError(
+            "--out, --as-finished, --skip-bad-lines and --max-num-seqs go with --prompts, a file of requests."
+        )
     text = _prompt(prompt) if prompts is None else ""
     from mosaic.decoding.config import GenerationConfig, resolve
     from mosaic.decoding.text import TextStreamer

@@ -14,6 +14,7 @@ from mosaic.cli.eviction import block_of, cut_of, pays_up_to, report_graphs
 from mosaic.cli.eviction import figures as eviction_figures
 from mosaic.cli.output import note, print_json, report_plan, results
 from mosaic.cli.sparse_keys import figures as cache_figures
+from mosaic.cli.sparse_keys import largest_retention
 from mosaic.cli.sparse_keys import report_steps as report_cache
 from mosaic.cli.sparse_keys import requests_of as requests_of_cache
 from mosaic.errors import UsageError
@@ -139,7 +140,8 @@ def plan(
                 f"{format_bytes(planner.device.memory_bytes)}."
             )
         if reason is not None:
-            _report_misfit(made, reason, as_json, explain)
+            kept = (planner, ctx, keeping, block_length, gen_length)
+            _report_misfit(made, reason, None if keeping is None else largest_retention(*kept), as_json, explain)
             if any(targets.values()):
                 note("nothing written, since the plan does not fit.")
             raise typer.Exit(3)
@@ -169,14 +171,17 @@ def _options(kind: str, text: str | None) -> Any:
     return options_of(kind, text)
 
 
-def _report_misfit(made: Plan, reason: Any, as_json: bool, explain: bool) -> None:
+def _report_misfit(made: Plan, reason: Any, retention: float | None, as_json: bool, explain: bool) -> None:
     if as_json:
-        print_json({**made.document, "misfit": reason.as_dict()})
+        of_cache = {} if retention is None else {"largest_retention": retention}
+        print_json({**made.document, "misfit": {**reason.as_dict(), **of_cache}})
         return
     report_plan(made.document, False, explain)
     results().print()
     for line in reason.lines():
         results().print(line)
+    if retention is not None:
+        results().print(f"largest retention in this budget: {retention or 'none'}")
 
 
 def _compare(files: tuple[Path, Path], as_json: bool) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from dataclasses import replace
 from functools import partial
+from math import ceil
 from typing import TYPE_CHECKING
 
 from mosaic.cli.output import new_table, results
@@ -60,6 +63,18 @@ def requests_of(
     }  # fmt: skip
     times = cache.times(answer, tokens, shifted=shifted)
     return requests, {name: times[name] for name in requests}
+
+
+def largest_retention(
+    planner: Planner, ctx: str | None, cache: SparseKeys, block: int | None, answer: int | None
+) -> float:
+    """Return the largest retention below that of `cache`, in hundredths, with which each step fits; 0 if none does."""
+
+    def misfits(hundredths: int) -> bool:
+        fewer = replace(cache, retention=hundredths / 100)
+        return not all(map(planner.fits, requests_of(planner, ctx, fewer, block, answer)[0].values()))
+
+    return bisect_left(range(1, ceil(100 * cache.retention)), True, key=misfits) / 100
 
 
 def figures(schedule: Schedule) -> dict[str, dict[str, float]]:

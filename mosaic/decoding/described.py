@@ -13,7 +13,7 @@ from mosaic.decoding.config import GenerationConfig
 from mosaic.decoding.rows import TableRow, demand_of
 from mosaic.models.parts import KV
 from mosaic.models.step import StepSize, most_rows
-from mosaic.runtime.request_table import SEEN
+from mosaic.runtime.room import SEEN
 
 if TYPE_CHECKING:
     from mosaic.decoding.live import Submission

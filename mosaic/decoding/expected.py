@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from mosaic.decoding.rows import ALL
-from mosaic.kernels.shared.requests import bits, closes, packed_until, quotas, turns, wanted, widens
+from mosaic.kernels.shared.requests import bits, closes, held, packed_until, quotas, turns, wanted, widens
 from mosaic.registrar.request_table import ALL_ONES, CANVAS_LONG, ENDED, OPEN_ONES, PACKED, WHOLE, Column
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from mosaic.runtime.request_table import Launched
 
-__all__ = ["counted", "go_on"]
+__all__ = ["counted", "go_on", "left"]
 
 _NEVER: Final = bits(ALL)
 """The column of a threshold that no score passes."""
@@ -28,10 +28,21 @@ def counted(columns: NDArray[np.int64]) -> NDArray[np.bool_]:
     return found
 
 
+def left(row: NDArray[np.int64]) -> tuple[int, int]:
+    """Return the steps that a request takes at most from its prompt on, and the spans of that whose keys are not written."""
+    column = [int(value) for value in row]
+    of_block = (column[Column.BLOCK] - column[Column.MORE]) // column[Column.QUOTA] + 2 * column[Column.SHIFTED]
+    of_block = column[Column.SCHEDULE] or of_block + column[Column.POST_STEPS]
+    blocks = -(-(column[Column.END] - column[Column.START]) // column[Column.BLOCK])
+    return blocks * of_block, -(-max(column[Column.PREFIX] - column[Column.WRITTEN], 0) // column[Column.SPAN])
+
+
 def go_on(columns: NDArray[np.int64], step: Launched, usual: int) -> None:
     """Move a table on by a step, as far as the host can say: requests decide as many tokens as they have to, or as is usual."""
     asked, column = wanted(columns), columns.T
     asks, length = asked.of_step(step.groups, marked=step.marked, tokens=step.room.tokens), asked.length
+    if step.holds:
+        asks = asks & ~held(columns, asked)
     order = turns(columns).argsort(kind="stable")
     decides = order[(asks & ~asked.fills)[order]]
     tokens = length[decides].cumsum()

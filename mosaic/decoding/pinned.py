@@ -89,9 +89,12 @@ class Pins:
         self._runner, self._table, self._has_room = runner, table, has_room
         self._compute, self._tokenizer = compute, tokenizer
         self._held: dict[PinnedPrefix, None] = {}
+        self._closed = False
 
     @property
     def _saved(self) -> SavedPrefixes:
+        if self._closed:
+            raise UsageError("the session is closed: open another one.")
         found = None if self._table is None else self._table.saved_prefixes
         if found is None:
             raise UsageError(
@@ -172,6 +175,7 @@ class Pins:
             self._held.pop(pinned, None)
 
     def close(self) -> None:
-        """Release all."""
+        """Release all, and keep no more: nobody would release it."""
+        self._closed = True
         for pinned in [*self._held]:
             pinned.close()

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from mosaic.decoding.expected import counted, go_on
+from mosaic.decoding.expected import counted, go_on, left
 from mosaic.decoding.groups import Groups, bits
 from mosaic.decoding.kinds import Kind, Kinds, first_tokens, needs_of, phase_of, usual_tokens
+from mosaic.decoding.newcomers import begin_together
 from mosaic.decoding.pace import Pace
 from mosaic.decoding.prompts import is_integer
 from mosaic.decoding.ready import Substitutes
@@ -27,14 +28,13 @@ from mosaic.decoding.rows import RULE, demand_of
 from mosaic.decoding.rungs import COARSE, SHARES, below, most_of, rung, rungs
 from mosaic.decoding.tabled import ServedSteps
 from mosaic.errors import DoesNotFit, UsageError
-from mosaic.kernels.shared.requests import asked_of, wanted
+from mosaic.kernels.shared.requests import asked_of, held, wanted
 from mosaic.models.parts import CANVAS, KEPT, KV, REQUESTS
 from mosaic.models.step import StepSize
 from mosaic.registrar.operators.pack_requests import PATIENCE
 from mosaic.registrar.request_table import ALL_ONES, Column, Reported
 from mosaic.runtime.interrupts import interrupts_held
-from mosaic.runtime.request_table import SEEN
-from mosaic.runtime.room import Room, Shape
+from mosaic.runtime.room import SEEN, Room, Shape
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -122,7 +122,7 @@ class Scheduler:
         DoesNotFit
             If it is not.
         """
-        if self._is_warm and not self._table.covers(more):
+        if not self._table.admits((), more, planned=self._is_warm):
             raise DoesNotFit("too few positions are left of those that steps are warm for.")
 
     @property
@@ -138,7 +138,7 @@ class Scheduler:
         steps = self.room_in(rows, more)
         if steps is not None:
             return steps, False, f" If nobody else comes, there is room in {steps:,} steps at most."
-        if len(rows) > 1:
+        if len(rows) > 1 or self.admits(rows, more):  # if so, steps of other sessions do not fit
             return None, False, ""
         longest = self.longest(rows[0])
         alone = f" Alone, such a request fits with {longest:,} positions of prompt and answer at most."
@@ -151,32 +151,22 @@ class Scheduler:
         if they decide by blocks in steps that are not cut, each step of their group serves all. From `PATIENCE` steps after a
         prompt came, each step writes keys of a span of it.
         """
-        live = sorted([self._left(place) for place in self._live.nonzero()[0].tolist()])
+        live = sorted([(*left(self._table.columns[place]), place) for place in self._live.nonzero()[0].tolist()])
         requests = [self._requests[place] for _, _, place in live]
 
         count = bisect_left(range(len(live) + 1), True, key=lambda count: self.admits(rows, more, requests[:count]))
-        if self._waiting or count > len(live):
+        if self._waiting or not 0 < count <= len(live):
             return None
         kinds = [(kind, number) for mine in self._kinds.values() for kind, number in mine.items()]
         all_at_once = sum([kind.tokens * number for kind, number in kinds]) <= self._most_tokens and not any(
             kind.tokens > 2 * kind.rows or kind.phase.cut is not None for kind, _ in kinds
         )
         steps = live[count - 1][0] * (1 if all_at_once else len(live)) if count else 0
-        spans = [left for _, left, _ in live if left]
-        of_all = sum(steps + left for steps, left, _ in live)
+        spans = [prompt for _, prompt, _ in live if prompt]
+        of_all = sum(steps + prompt for steps, prompt, _ in live)
         if np.ptp(self._table.columns[self._live, Column.PRIORITY]):
             return AHEAD + of_all
         return AHEAD + min(of_all, (len(self._groups) + 1) * (steps + sum(spans) + PATIENCE * len(spans)))
-
-    def _left(self, place: int) -> tuple[int, int, int]:
-        """Steps that a request takes at most from its prompt on, spans of that whose keys are not written, and its row of the
-        table."""
-        column = [int(value) for value in self._table.columns[place]]
-        of_block = (column[Column.BLOCK] - column[Column.MORE]) // column[Column.QUOTA] + 2 * column[Column.SHIFTED]
-        of_block = column[Column.SCHEDULE] or of_block + column[Column.POST_STEPS]
-        blocks = -(-(column[Column.END] - column[Column.START]) // column[Column.BLOCK])
-        prompt = max(column[Column.PREFIX] - column[Column.WRITTEN], 0)
-        return blocks * of_block, -(-prompt // column[Column.SPAN]), place
 
     def longest(self, row: TableRow) -> int:
         """Return the positions that a request like this may have at most, alone in the session; 0: none fits."""
@@ -230,6 +220,7 @@ class Scheduler:
         their length these are enough."""
         self._ready = self._table.expect_graphs()
         self._substitutes.patience_ms = math.inf
+        self._table.expect(max(row.length for row in rows))
         for row in rows:
             self._rooms.clear()
             self._warm |= {kind._replace(tokens=kind.block): None for kind in self._kinds_of(row)}
@@ -393,13 +384,15 @@ class Scheduler:
                 self._placed(request)
         columns = self._expected()
         asked = wanted(columns)
+        if holds := begin_together(asked, waiting := held(columns, asked), self._most_tokens):
+            asked = asked._replace(running=asked.running & ~waiting)
         for groups in (choices := self._groups.choices(asked)):
             shape = self._shape_of(columns, asked, groups)
             if groups == choices[-1] or self._table.fits(shape.room):
                 break
         else:
             return False
-        self._table.launch(shape)
+        self._table.launch(shape, holds=holds)
         self._groups.served(groups)
         return True
 

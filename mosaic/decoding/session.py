@@ -37,7 +37,8 @@ from mosaic.models.parts import REQUESTS
 from mosaic.models.step import MAX_TOKENS, StepSize
 from mosaic.runtime.interrupts import interrupts_held, interrupts_let_through
 from mosaic.runtime.range_pool import ClosesOnExit
-from mosaic.runtime.request_table import MOST_ROWS, SEEN, RequestTable
+from mosaic.runtime.request_table import MOST_ROWS, RequestTable
+from mosaic.runtime.room import SEEN
 
 if TYPE_CHECKING:
     from mosaic.decoding.live import Early
@@ -266,9 +267,8 @@ class Session(ClosesOnExit):
         if sizes and not self._runner.admits(sizes, more={state: rows[state] for state in rows if state is not SEEN}):
             return False
         tables = self._shared.tables
-        for table in tables:
-            if not table.admits(tabled if table is self._scheduler else (), rows):
-                return False
+        if not all(table.admits(tabled if table is self._scheduler else (), rows) for table in tables):
+            return False
         if self._table is not None:
             self._table.keep_idle(alone=len(tables) == 1 and not sizes)
         return True

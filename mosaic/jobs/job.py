@@ -155,7 +155,7 @@ class Job(ClosesOnExit):
             try:
                 one = self._requests.read(line)
             except UsageError as error:
-                said = f"{self._prompts}, line {line.number:,}: {error}"
+                said = f"{self._prompts}, line {line.number:,}: {str(error).rstrip('.')}"
                 self.tally.bad += 1
                 if self._bad_line is None:
                     raise UsageError(

@@ -5,6 +5,7 @@ Outputs overlap no operand. Legend: S requests, C columns, B windows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
-from mosaic.kernels.shared.requests import turns, wanted
+from mosaic.kernels.shared.requests import held, turns, wanted
 from mosaic.registrar.operators.pack_requests import KEPT_SHARE, PATIENCE
 from mosaic.registrar.request_table import Column
 
@@ -60,11 +61,13 @@ class _Window(NamedTuple):
 
 
 def _served(
-    mine: np.ndarray, sequences: int, tokens: int, rows: int, extents: int, groups: int, marked: int
+    mine: np.ndarray, sequences: int, tokens: int, rows: int, extents: int, groups: int, marked: int, holds: int
 ) -> Iterator[_Window]:
     """The windows of a step: first of those who decide, then of prompts."""
     asked, order = wanted(mine), np.argsort(turns(mine), kind="stable")
     asks, length = asked.of_step(groups, marked=marked != 0, tokens=tokens), asked.length
+    if holds:
+        asks &= ~held(mine, asked)
     fills = asks & asked.fills
     kept = 0
     if fills.any():
@@ -94,12 +97,14 @@ def _served(
 
 def reference(*, table: Tensor, room: Tensor, sequences: int) -> dict[str, Tensor]:
     """Return the table after the step and all outputs, a request at a time, in plain Python."""
-    after, (first, count, tokens, rows, extents, groups, marked) = table.clone(), room[0].tolist()
+    after, (first, count, tokens, rows, extents, groups, marked, holds) = table.clone(), room[0].tolist()
     requests = [_Asking(number, table[number].tolist()) for number in range(first, first + count)]
     turn = max((one[Column.SERVED] for one in requests), default=0) + 1
-    asking = sorted(
-        (one for one in requests if one.asks(groups, marked, tokens)), key=lambda one: (one.turn, one.number)
-    )
+    unwritten = [one.turn for one in requests if one[Column.STATE] == 1 and one.fills]
+    held_from = min(unwritten, default=math.inf) if holds else math.inf
+    asking = [one for one in requests if one.asks(groups, marked, tokens)]
+    asking = [one for one in asking if one.fills or one[Column.STEP] or one.turn < held_from]
+    asking.sort(key=lambda one: (one.turn, one.number))
     prompts = [one for one in asking if one.fills]
     kept = 0
     if prompts and turn - prompts[0].turn >= PATIENCE:

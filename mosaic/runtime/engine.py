@@ -51,7 +51,7 @@ MAKING_MS: Final = 150.0
 """What it takes to plan a step of some 8B parameters, to bind it, and to capture it: it stops whoever waits for it."""
 SLOWER: Final = 1.5
 """How much longer a step that is ready takes, at most, than one that would have to be made."""
-CAPTURED_MS: Final = 100.0
+CAPTURED_MS: Final = 150.0
 """Longest predicted step, in milliseconds, that is captured: a longer step hides its launches behind its kernels."""
 _log = logging.getLogger(__name__)
 

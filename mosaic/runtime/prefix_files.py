@@ -94,6 +94,8 @@ class SavedPrefixes:
         try:
             found = dict[str, Tensor]()
             for name, dtype in _HEAD.items():
+                if name not in file.entries:
+                    raise CheckpointError(f"{path}: no saved prefix: it has no tensor '{name}'; {OTHER}.")
                 entry, wanted = file.entry(name), str(dtype).removeprefix("torch.")
                 if entry.dtype != wanted or len(entry.shape) != 1 or not entry.shape[0]:
                     raise wrong(path, f"tensor '{name}'", f"{wanted} [n]", f"{entry.dtype} {list(entry.shape)}", OTHER)

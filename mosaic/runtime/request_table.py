@@ -32,6 +32,7 @@ from mosaic.runtime.packing import PackedStep
 from mosaic.runtime.prefix_files import SavedPrefixes
 from mosaic.runtime.prefixes import Prefixes
 from mosaic.runtime.recent import Recent
+from mosaic.runtime.room import SEEN
 
 if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from mosaic.runtime.room import Room, Shape
     from mosaic.runtime.state_rows import OwnedRows
 
-__all__ = ["MOST_ROWS", "ROWS", "SEEN", "Launched", "RequestTable", "Served"]
+__all__ = ["MOST_ROWS", "ROWS", "Launched", "RequestTable", "Served"]
 
 ROWS: Final = 16
 """Rows that a table begins with; it doubles when all are taken."""
@@ -50,8 +51,6 @@ MOST_ROWS: Final = 1024
 KEPT_STEPS: Final = 512
 """Steps that are kept for launching them again: the ladder of a session."""
 NO_ROWS: Final[Mapping[State, int]] = MappingProxyType({})
-SEEN: Final = State(name="seen")
-"""Not a state: in counts of rows, the keys that all requests see together, where they are more than there are rows."""
 _FROZEN: Final = WeakSet["RequestTable"]()
 _OUTPUTS: Final = ("report", "decided_rows", "chosen", "committed", "score")
 
@@ -91,7 +90,8 @@ class Served:
 
 
 class Launched(NamedTuple):
-    """A step that was launched and not read: its results on their way, its room, whom it serves, what ran, and when it began."""
+    """A step that was launched and not read: its results on their way, its room, whom it serves, what ran, when it began, and
+    whether newcomers waited."""
 
     arriving: Arriving
     room: Room
@@ -99,6 +99,7 @@ class Launched(NamedTuple):
     marked: bool
     ran: Ran
     started: float
+    holds: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +133,8 @@ class RequestTable:
     planned
         Rows of each state that steps are planned for: those that there are, or were (`cover`). So sizes stay the same while
         requests come and go.
+    longest
+        Positions of the longest request that is expected; 0: nobody knows. No step's plan counts more keys for a window.
     ready
         Steps that ran with these; `is_ready` says whether one still is ready.
     """
@@ -145,6 +148,7 @@ class RequestTable:
         self._prefixes = Prefixes(self._keys, block) if block else None
         self.columns, self.steps = np.zeros((ROWS, COLUMNS), dtype=np.int64), np.zeros(ROWS, dtype=np.int64)
         self.planned: frozenset[tuple[State, int]] = frozenset()
+        self.longest = 0
         self.ready: dict[Shape, _TableStep] = {}
         self._held, self._roomy = dict(self.planned), False
         self._covered: Hashable = None  # for which rows of states, by their count of changes, and which step
@@ -307,21 +311,7 @@ class RequestTable:
 
     def size(self, room: Room, states: Iterable[tuple[State, int]]) -> StepSize:
         """Return the size of a step with this room, beside rows of states."""
-        taken, (phase, windows, blocks, block, decided) = dict(states), room
-        kept = phase.cache.kept
-        if kept is None:  # attention to one whole sequence has no room for others' tokens behind it
-            others = max(windows, 2) - 1
-            each = room.tokens // (others + 1)
-            lengths = [room.tokens - each * others, *[each] * others]
-            taken.pop(SEEN, None)
-            return StepSize(phase=phase, windows=tuple(lengths), rows=decided, states=taken, exact=True)
-        lengths = [block * (blocks // windows + int(number < blocks % windows)) for number in range(windows)]
-        rows, seen = taken.get(kept, 0), taken.pop(SEEN, 0)  # all keys are counted: a step may rank all of them
-        owned = max(min(-(-max(rows, seen) // windows), rows), lengths[0])
-        return StepSize(
-            phase=phase, windows=tuple(lengths), keys=(owned,) * windows, rows=decided, extents=max(taken.get(HELD_EXTENTS, 0), 1),
-            states={**taken, kept: max(rows, owned)}, exact=True,
-        )  # fmt: skip
+        return room.size(states, self.longest)
 
     def beside(self, more: Mapping[State, int]) -> frozenset[tuple[State, int]]:
         """Return the rows of each state once `more` are taken."""
@@ -340,7 +330,7 @@ class RequestTable:
         """Return whether such a step fits the budget beside rows of states, by default those that are planned for; found once."""
         asked, planner = (room, self.planned if states is None else states), self._engine.plans.planner
         return self._fitting.find(
-            (asked, planner), lambda: all(map(self._engine.plans.fits_exactly, self.size(*asked).graphs))
+            (asked, self.longest, planner), lambda: all(map(self._engine.plans.fits_exactly, self.size(*asked).graphs))
         )
 
     def admits(
@@ -370,10 +360,6 @@ class RequestTable:
         for, and there are no others' steps."""
         self._keys.most = self._held.get(KV, 0) if alone and self._roomy else 0
 
-    def covers(self, more: Mapping[State, int]) -> bool:
-        """Return whether steps are planned for the rows that there are once `more` are taken."""
-        return _within(self._states(more), self._held)
-
     def cover(self, least: Room, wanted: Room, more: Mapping[State, int] = NO_ROWS) -> None:
         """Plan steps from now on for the rows of states that there are once `more` are taken, and for as many as there were.
 
@@ -397,6 +383,12 @@ class RequestTable:
         """Set memory aside for graphs, before requests take it; return for about how many."""
         return self._engine.expect_graphs()
 
+    def expect(self, longest: int) -> None:
+        """Plan steps from now on for requests of so many positions at most."""
+        if longest > self.longest:
+            self.longest = longest
+            self.ready.clear()
+
     def rehearse(self, shape: Shape, kept: int | None) -> None:
         """Plan, compile and capture a step, which serves nobody; of one that is cut, with this size of its second graph."""
         self.predicted_ms(shape.room)
@@ -418,20 +410,21 @@ class RequestTable:
         def predict() -> float:
             return self._engine.plans.plan(self.size(room, self.planned)).predicted_step_ms
 
-        return self._predicted.find(room, predict)
+        return self._predicted.find((room, self.longest), predict)
 
-    def launch(self, shape: Shape) -> None:
-        """Launch a step; a marked one also serves those who need it. After one that was interrupted, every step has been read."""
+    def launch(self, shape: Shape, *, holds: bool = False) -> None:
+        """Launch a step; a marked one also serves those who need it, and whoever decided nothing so far may have to wait for
+        prompts (`holds`). After one that was interrupted, every step has been read."""
         started = perf_counter()
         if not self.is_sure:
             self._undo()
         self.is_sure = False
-        step = self._step(self.first, len(self.columns), shape)
+        step = self._step(self.first, len(self.columns), shape, holds=holds)
         ran = self._engine.run(step)
         with interrupts_held():
             arriving = self._sides[0].start([ran.outputs[name] for name in _OUTPUTS])
             self._sides.reverse()
-            self.launched.append(Launched(arriving, *shape, ran, started))
+            self.launched.append(Launched(arriving, *shape, ran, started, holds))
             self._count += 1
             self.ready[shape] = step
             self.is_sure = True
@@ -443,15 +436,15 @@ class RequestTable:
             at, length = self.columns[number, [Column.CANVAS, Column.LENGTH]].tolist()
             self._unsent.setdefault(number, []).append((CANVAS, at, self.tokens[at : at + length]))
 
-    def _step(self, first: int, count: int, shape: Shape) -> _TableStep:
+    def _step(self, first: int, count: int, shape: Shape, *, holds: bool = False) -> _TableStep:
         """The step that looks at `count` rows of the table; made once."""
 
         def make() -> _TableStep:
             size = self.size(shape.room, self.planned)
-            given = first, count, size.tokens, size.rows, size.extents, shape.groups, int(shape.marked)
-            return _TableStep(size=size, inputs={"room": Numbers(given, "int64", 7)}, table=self)
+            given = first, count, size.tokens, size.rows, size.extents, shape.groups, int(shape.marked), int(holds)
+            return _TableStep(size=size, inputs={"room": Numbers(given, "int64", 8)}, table=self)
 
-        return self._steps.find((first, count, shape, self.planned), make)
+        return self._steps.find((first, count, shape, holds, self.longest, self.planned), make)
 
     def send(self) -> None:
         """Write what has entered and left."""

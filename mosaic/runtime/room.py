@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from mosaic.models.step import MOST_DOUBLED
+from mosaic.models.parts import HELD_EXTENTS, KEPT
+from mosaic.models.state import State
+from mosaic.models.step import MOST_DOUBLED, StepSize
 
 if TYPE_CHECKING:
     from mosaic.models.phase import Phase
 
-__all__ = ["Room", "Shape"]
+__all__ = ["SEEN", "Room", "Shape"]
 
+SEEN: Final = State(name="seen")
+"""Not a state: in counts of rows, the keys that all requests see together, where they are more than there are rows."""
 DECIDED: Final = (1, 2, 4, 8)
 """Eighths of a step's tokens that it has rows to decide for: unembedding takes a tenth of a step, and each is a plan more."""
 
@@ -48,6 +53,26 @@ class Room(NamedTuple):
     def tokens(self) -> int:
         """Tokens of the step."""
         return self.blocks * self.block
+
+    def size(self, states: Iterable[tuple[State, int]], longest: int) -> StepSize:
+        """Return the size of a step with this room beside rows of states. No window sees more keys than the `longest` request has
+        positions, unless the step may rank those of all; 0: nobody knows."""
+        taken, (phase, windows, blocks, block, decided) = dict(states), self
+        kept = phase.cache.kept
+        if kept is None:  # attention to one whole sequence has no room for others' tokens behind it
+            others = max(windows, 2) - 1
+            each = self.tokens // (others + 1)
+            lengths = [self.tokens - each * others, *[each] * others]
+            taken.pop(SEEN, None)
+            return StepSize(phase=phase, windows=tuple(lengths), rows=decided, states=taken, exact=True)
+        lengths = [block * (blocks // windows + int(number < blocks % windows)) for number in range(windows)]
+        rows, seen = taken.get(kept, 0), taken.pop(SEEN, 0)
+        most = longest if longest and phase.cache == KEPT else rows
+        owned = max(min(-(-max(rows, seen) // windows), most, rows), lengths[0])
+        return StepSize(
+            phase=phase, windows=tuple(lengths), keys=(owned,) * windows, rows=decided, extents=max(taken.get(HELD_EXTENTS, 0), 1),
+            states={**taken, kept: max(rows, owned)}, exact=True,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         return f"{self.tokens:,} tokens, {self.rows:,} rows to decide"

@@ -9,7 +9,7 @@ from typing import Final
 from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
-from mosaic.kernels.cuda.shared.requests import SERVED, C, wants
+from mosaic.kernels.cuda.shared.requests import SERVED, C, is_new, reads_on, wants
 from mosaic.registrar.operators.pack_requests import KEPT_SHARE, PATIENCE
 
 MOST: Final = 1024
@@ -25,11 +25,14 @@ def pack_requests_kernel(
 ):  # fmt: skip
     first, count, tokens = tl.load(room), tl.load(room + 1), tl.load(room + 2)
     rows, extents, groups, marked = tl.load(room + 3), tl.load(room + 4), tl.load(room + 5), tl.load(room + 6)
+    holds = tl.load(room + 7) != 0
     lane = tl.arange(0, LANES)
     known = lane < count
     line = table + (first + lane) * C
     decides, fills, start, end, keys, own_rows, own_extents, span, served, own_turn = wants(line, known, groups, marked)
-    decides = decides & (end - start <= tokens)
+    # who has decided nothing waits for prompts from this turn on
+    held_from = tl.min(tl.where(holds & reads_on(line, known), own_turn, 0x7FFFFFFFFFFFFFFF), 0)
+    decides = decides & (end - start <= tokens) & ((is_new(line, known) & (own_turn >= held_from)) == 0)
     key = own_turn * LANES + lane
     turn = tl.max(served, 0) + 1
     # the prompt that came first, and what is kept for prompts
@@ -47,6 +50,7 @@ def pack_requests_kernel(
         others, filling, its_start, its_end, _, its_rows, its_extents, _, _, its_turn = wants(
             table + (first + number) * C, there, groups, marked
         )
+        others = others & ((is_new(table + (first + number) * C, there) & (its_turn >= held_from)) == 0)
         earlier = (its_turn * LANES + number)[None, :] < key[:, None]
         length = its_end - its_start
         mine = earlier & (others & there & (length <= tokens))[None, :]

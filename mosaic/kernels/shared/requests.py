@@ -23,7 +23,7 @@ from mosaic.registrar.request_table import (
 )
 
 __all__ = [
-    "Wanted", "alone", "asked_of", "bits", "block_hash", "closes", "floats", "keys_of", "marked", "mixed", "packed_spans",
+    "Wanted", "alone", "asked_of", "bits", "block_hash", "closes", "floats", "held", "keys_of", "marked", "mixed", "packed_spans",
     "packed_until", "quotas", "turns", "uniforms", "wanted", "widens",
 ]  # fmt: skip
 
@@ -113,6 +113,15 @@ def block_hash(tokens_P: Ints, start: int) -> int:
 def turns(table_SC: Ints) -> Ints:
     """Return the turn of each request by which it comes before others, [S]: the earlier the sooner."""
     return table_SC[:, Column.SERVED] - table_SC[:, Column.PRIORITY]
+
+
+def held(table_SC: Ints, asked: Wanted) -> NDArray[np.bool_]:
+    """Return who has decided nothing so far, and came no sooner than somebody whose prompt is not written, [S]."""
+    first = turns(table_SC)[asked.running & asked.fills].min(initial=np.iinfo(np.int64).max)
+    found: NDArray[np.bool_] = (
+        asked.running & ~asked.fills & (table_SC[:, Column.STEP] == 0) & (turns(table_SC) >= first)
+    )
+    return found
 
 
 def quotas(table_SC: Ints) -> Ints:

@@ -33,7 +33,7 @@ CANVAS: Final = State(name="canvas", dtype="int64", together=True)
 """A token for each position of a request, `OPEN` where nothing is decided."""
 HELD_EXTENTS: Final = State(name="held_extents", width=4, dtype="int64", together=True)
 """The extents of each request's keys, in order of position."""
-ROOM: Final = Input(name="room", dtype="int64", per="step", width=7)
+ROOM: Final = Input(name="room", dtype="int64", per="step", width=8)
 _BOUNDS: Final = ("cu_seqlens", "cu_rows", "cu_extents")
 _DRAWS: Final = ("keys", "temperature", "top_p", "top_k", "cuts", "score_temperature")
 _PLACED: Final = ("positions", "token_rows", "rows", "decided_rows", "extents", "quota", "threshold", "edit_threshold")

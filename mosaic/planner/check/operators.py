@@ -201,7 +201,7 @@ _NOTATION: Final = {
         rules=(("groups", "P", "Q"), *_kv_row("kv_heads*head_size"), *_kv_row("kv_heads", "slot", "W")), inplace="y/q",
     ),
     "pack_requests": _Operator(
-        f"{_TABLE} room:int64=1,7 row:int64=sequences begin:int32=sequences seen:int32=sequences cu_seqlens:int32=sequences+1 "
+        f"{_TABLE} room:int64=1,8 row:int64=sequences begin:int32=sequences seen:int32=sequences cu_seqlens:int32=sequences+1 "
         "cu_rows:int32=sequences+1 cu_extents:int32=sequences+1",
         "table room", "row begin seen cu_seqlens cu_rows cu_extents table", "sequences?:n", whole="S sequences",
     ),

@@ -7,7 +7,8 @@ from mosaic.registrar import request_table
 from mosaic.registrar.request_table import COLUMNS, Column
 
 __all__ = [
-    "C", "alone", "bit_of", "closes", "edits", "float_of", "key_of", "mark_of", "mixed", "packed_span", "quota_of", "wants",
+    "C", "alone", "bit_of", "closes", "edits", "float_of", "is_new", "key_of", "mark_of", "mixed", "packed_span", "quota_of",
+    "reads_on", "wants",
 ]  # fmt: skip
 
 C = tl.constexpr(COLUMNS)
@@ -136,6 +137,19 @@ def wants(line, known, groups, marked):
         served,
         served - tl.load(line + PRIORITY, mask=known, other=0),
     )
+
+
+@triton.jit
+def reads_on(line, known):
+    """Whose prompt is not written."""
+    running = tl.load(line + STATE, mask=known, other=0) == RUNNING
+    return running & (tl.load(line + WRITTEN, mask=known, other=0) < tl.load(line + PREFIX, mask=known, other=0))
+
+
+@triton.jit
+def is_new(line, known):
+    """Who has decided nothing so far."""
+    return tl.load(line + STEP, mask=known, other=1) == 0
 
 
 @triton.jit
