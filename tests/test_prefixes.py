@@ -317,10 +317,10 @@ def test_how_many_tokens_were_cached_is_said(models: dict[str, CompiledModel]) -
         assert [run(session, prompt_of(200)).cached_tokens for _ in range(2)] == [0, 0]
 
 
-def test_kept_keys_stay_while_there_is_room_for_those_who_come(models: dict[str, CompiledModel]) -> None:
+def test_kept_keys_stay_while_there_is_room_for_those_who_come() -> None:
     """Others are given new rows up to those that steps are planned for. Nobody loses keys to a question."""
-    model, prompts = models["sdar"], [torch.full((200,), 10 + n) for n in range(3)]
-    with model.session() as session:
+    prompts = [torch.full((200,), 10 + n) for n in range(3)]
+    with mosaic.compile(CONFIGS["sdar"]) as model, model.session() as session:
         session.submit_all([Submission(prompt=prompt, config=GenerationConfig(gen_length=8)) for prompt in prompts])
         while session.live:
             session.advance()
