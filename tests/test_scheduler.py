@@ -19,6 +19,7 @@ from torch import Tensor
 
 import mosaic
 from mosaic.decoding import GenerationConfig, LiveRequest, Session, Step, Submission
+from mosaic.devices import Device
 from mosaic.errors import UsageError
 from mosaic.registrar.operators.pack_requests import PATIENCE
 from mosaic.runtime.compiled import CompiledModel
@@ -353,6 +354,30 @@ def test_prompts_keep_a_pace_beside_blocks_unless_many_tokens_wait(
                 session.advance()
             longest[prompts] = max(ms for _, ms in launched) / alone_ms
     assert longest[1] <= 1.5 < longest[8]
+
+
+@pytest.mark.parametrize(("delay_ms", "most"), [(math.inf, 8.0), (0.0, 1.3)])
+def test_prompts_have_as_many_tokens_as_cost_a_card_little(
+    models: dict[str, CompiledModel], launched: list[tuple[Shape, float]], monkeypatch: pytest.MonkeyPatch, delay_ms: float,
+    most: float,
+) -> None:  # fmt: skip
+    """A step that reads weights for few rows has them, however little longer that is to take; beyond the delay it has none."""
+    monkeypatch.setattr(Device, "balanced_rows", property(lambda _: 200))
+    monkeypatch.setattr(
+        "mosaic.decoding.scheduler.PACE", 1.0
+    )  # or the whole prompt would cost a model so small next to nothing
+    monkeypatch.setattr("mosaic.decoding.scheduler.BACKLOG", 10**9)
+    with models["sdar"].session(max_delay_ms=delay_ms) as session:
+        for length in range(4, 12):
+            session.submit(prompt_of(length), gen_length=400, steps=4, **WAY)
+        for _ in range(6):
+            session.advance()
+        alone = launched[-1][0].room.tokens
+        session.submit(prompt_of(1500), gen_length=4, **WAY)
+        launched.clear()
+        session.advance(4)
+    tokens = max(shape.room.tokens for shape, _ in launched)
+    assert most / 2 <= tokens / alone <= most
 
 
 def test_a_block_takes_no_longer_in_a_session_that_is_warm_for_many(
