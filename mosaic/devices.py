@@ -118,6 +118,15 @@ class Device:
         for name in ("few_rows_rates", "unembed_rates", "sampled_unembed_rates"):
             object.__setattr__(self, name, self._rates(name, getattr(self, name), "rows"))
 
+    @property
+    def balanced_rows(self) -> int:
+        """Rows with which a product takes as long to compute, at its best rate, as its bf16 weights to be read.
+
+        >>> load_device("h200").balanced_rows
+        158
+        """
+        return math.ceil(max(max(rates.values()) for rates in self.gemm_rates.values()) / self.bandwidth)
+
     def _require(self, name: str, expected: str, holds: bool) -> None:
         if not holds:
             raise UsageError(f"device '{self.name}': {name} must be {expected}, got {getattr(self, name)!r}")

@@ -261,5 +261,6 @@ def test_a_step_in_parts_is_planned_for_what_others_leave() -> None:
     )
     whole, apart = plans.plan(step), plans.within(11 << 29, step)
     assert apart is not None and apart.total_bytes <= 33 << 29 < whole.total_bytes
-    assert plans.within(8 << 30, step) is None
+    for more in (8 << 30, 22 << 30, 23 << 30):  # where weights are streamed, steps may have the whole budget
+        assert plans.within(more, step) is None
     assert plans.plan(step) == whole

@@ -92,6 +92,8 @@ def test_what_has_arrived_says_which_tokens_were_of_prompts(seed: int, monkeypat
         arrive(8, 0, 40, 500.0, counts=False)
         room = int(rng.integers(64, 2048))
         arrive(8, int(rng.integers(1, 5)), room, alone_ms + token_ms * (room - 32))
+    for _ in range(16):  # large products cost less a token
+        arrive(0, 2, 8192, token_ms * 4096)
     assert pace.alone_ms(1) == pytest.approx(alone_ms) and pace.token_ms == pytest.approx(token_ms)
     for _ in range(8):  # other times count soon
         arrive(8, 0, 40, 3 * alone_ms)

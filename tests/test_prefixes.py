@@ -404,6 +404,11 @@ def test_a_pinned_prefix_stays_until_it_is_released(models: dict[str, CompiledMo
         assert model.state_rows == {} and not pinned.token_ids.numel()
         with pytest.raises(UsageError, match="released"):
             pinned.save("nowhere")
+        told = session.submit(prompt[:70], gen_length=4, on_step=lambda _: session.prefixes.pin(prompt.flip(0)))
+        with pytest.raises(UsageError, match="a callback cannot advance"):
+            session.advance(30)
+        assert session.live in ((told,), ())  # not what was to compute the prefix
+        session.cancel(told)
         for n in range(9):
             run(session, torch.full((700,), 17 + n), gen_length=4)
         assert run(session, prompt).cached_tokens == 0

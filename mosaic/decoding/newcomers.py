@@ -2,7 +2,8 @@
 
 Steps with blocks have little time for prompts (`Scheduler`). If each request of many began its first block as soon as its own
 prompt is written, the others' prompts would take several times as long, and the tokens of those who began would come no sooner
-than in steps for all. Where few prompts fill a step, blocks cost them little, and nobody waits.
+than in steps for all. Where few prompts fill a step, blocks cost them little, and nobody waits. Who came within
+a few turns came together (`pack_requests`); for those who come later nobody waits.
 """
 
 from __future__ import annotations

@@ -51,13 +51,14 @@ class Pace:
 
     def take(self, step: Launched, served: Served, prefix: NDArray[np.int64], *, counts: bool) -> None:
         """Take note of a step that has arrived; `prefix`, [B], are the requests' tokens that are no block's. Its time `counts` if
-        it ran alone."""
+        it ran alone, and not if it had prompts and no blocks: large products cost less a token."""
         began, self._arrived = max(self._arrived, step.started), perf_counter()
         if counts:
             blocks = (served.decided > 0) | (served.report[:, Reported.BEGIN] >= prefix)
             own = int(np.add.reduce(served.report[blocks, Reported.TOKENS]))
             prompts = 0 if np.logical_and.reduce(blocks) else step.room.tokens - own
-            self.note(step.groups, prompts, 1e3 * (self._arrived - began), own)
+            if own or not prompts:
+                self.note(step.groups, prompts, 1e3 * (self._arrived - began), own)
 
     def note(self, groups: int, tokens: int, ms: float, blocks: int = 0) -> None:
         """Take note of a step that served some groups, a bit each, with room for so many tokens of prompts beside those of blocks.

@@ -95,7 +95,7 @@ class Scheduler:
         self._foreseen, self._slots, self._ready = list[Room](), 0, 0
         self._groups, self._substitutes = Groups(), Substitutes(table, most_tokens)
         self._deciding = self._decided = 0
-        self._pace = Pace()
+        self._pace, self._few = Pace(), table.engine.planner.device.balanced_rows
         self._served: ServedSteps | None = None
 
     @property
@@ -434,7 +434,7 @@ class Scheduler:
         self, asking: Callable[[int], Shape], own: int, most: int, running: int, pace: float
     ) -> tuple[int, float]:
         """As many blocks, from `own` to `most`, as delay none of the `running` groups too long, and how many a substitute may have.
-        Steps with prompts take at most `pace` times as long as the longest without."""
+        Steps with prompts take at most `pace` times as long as the longest without, or have few tokens of prompts."""
         fits, shape = self._table.fits, asking(own)
         if own == most or not fits(shape.room):  # a smaller step may take more memory than a larger one
             return most, math.inf
@@ -446,8 +446,8 @@ class Scheduler:
         else:
             block_ms *= shape.room.block
         alone_ms = max(own_ms, self._pace.alone_ms(running) or 0.0)
-        limit_ms = alone_ms + min(self._delay_ms, (pace - 1) * alone_ms)
-        longest = own + int((limit_ms - own_ms) / max(block_ms, 1e-6))
+        more_ms = max((pace - 1) * alone_ms, block_ms * self._few / shape.room.block)
+        longest = own + int((alone_ms + min(self._delay_ms, more_ms) - own_ms) / max(block_ms, 1e-6))
         fitting = (blocks for blocks in rungs(own, most)[::-1] if blocks <= longest and fits(asking(blocks).room))
         return next(fitting, own), below(longest + 1, COARSE)
 

@@ -467,8 +467,8 @@ class Session(ClosesOnExit):
             while request.generation is None:
                 told.add(self.advance())
         finally:
-            told.add(self._untold)
-            self._untold = told
+            self.cancel(request)  # after an error it would go on for nobody
+            self._untold = told + self._untold
 
     def cancel(self, request: LiveRequest) -> None:
         """End a request now: what is final becomes its `generation`. A request that has ended stays as it is.

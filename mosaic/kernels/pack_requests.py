@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mosaic.kernels.shared.binding import Run, launcher
 from mosaic.kernels.shared.requests import held, turns, wanted
-from mosaic.registrar.operators.pack_requests import KEPT_SHARE, PATIENCE
+from mosaic.registrar.operators.pack_requests import KEPT_SHARE, PATIENCE, TOGETHER
 from mosaic.registrar.request_table import Column
 
 
@@ -103,7 +103,7 @@ def reference(*, table: Tensor, room: Tensor, sequences: int) -> dict[str, Tenso
     unwritten = [one.turn for one in requests if one[Column.STATE] == 1 and one.fills]
     held_from = min(unwritten, default=math.inf) if holds else math.inf
     asking = [one for one in requests if one.asks(groups, marked, tokens)]
-    asking = [one for one in asking if one.fills or one[Column.STEP] or one.turn < held_from]
+    asking = [one for one in asking if one.fills or one[Column.STEP] or one.turn + TOGETHER < held_from]
     asking.sort(key=lambda one: (one.turn, one.number))
     prompts = [one for one in asking if one.fills]
     kept = 0

@@ -105,7 +105,10 @@ class StepPlans:
     def within(self, num_bytes: int, step: SizedStep) -> Plan | None:
         """Plan a step as if the budget had so many bytes less, rounded up; None if none fits."""
         before, eighth = self.aside_bytes, 1 << max(num_bytes.bit_length() - 4, 0)
-        self.set_aside(before + round_up(num_bytes, eighth))
+        aside = before + round_up(num_bytes, eighth)
+        if aside >= self._whole.budget_bytes:
+            return None
+        self.set_aside(aside)
         try:
             return self._rounded_or_exact(step, None)
         finally:

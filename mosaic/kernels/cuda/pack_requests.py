@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mosaic.kernels.cuda.shared.launching import power_of_two, tl, triton
 from mosaic.kernels.cuda.shared.requests import SERVED, C, is_new, reads_on, wants
-from mosaic.registrar.operators.pack_requests import KEPT_SHARE, PATIENCE
+from mosaic.registrar.operators.pack_requests import KEPT_SHARE, PATIENCE, TOGETHER
 
 MOST: Final = 1024
 """Requests that one program compares; a session has no more."""
@@ -21,7 +21,7 @@ AT_ONCE: Final = 2048
 @triton.jit(do_not_specialize=["sequences"])
 def pack_requests_kernel(
     table, room, row, begin, seen, cu_seqlens, cu_rows, cu_extents, sequences, PATIENCE: tl.constexpr, KEPT_SHARE:
-    tl.constexpr, LANES: tl.constexpr, COMPARED: tl.constexpr, WINDOWS: tl.constexpr,
+    tl.constexpr, TOGETHER: tl.constexpr, LANES: tl.constexpr, COMPARED: tl.constexpr, WINDOWS: tl.constexpr,
 ):  # fmt: skip
     first, count, tokens = tl.load(room), tl.load(room + 1), tl.load(room + 2)
     rows, extents, groups, marked = tl.load(room + 3), tl.load(room + 4), tl.load(room + 5), tl.load(room + 6)
@@ -31,7 +31,7 @@ def pack_requests_kernel(
     line = table + (first + lane) * C
     decides, fills, start, end, keys, own_rows, own_extents, span, served, own_turn = wants(line, known, groups, marked)
     # who has decided nothing waits for prompts from this turn on
-    held_from = tl.min(tl.where(holds & reads_on(line, known), own_turn, 0x7FFFFFFFFFFFFFFF), 0)
+    held_from = tl.min(tl.where(holds & reads_on(line, known), own_turn, 0x7FFFFFFFFFFFFFFF), 0) - TOGETHER
     decides = decides & (end - start <= tokens) & ((is_new(line, known) & (own_turn >= held_from)) == 0)
     key = own_turn * LANES + lane
     turn = tl.max(served, 0) + 1
@@ -143,6 +143,6 @@ def launch(
     lanes = power_of_two(table.shape[0], MOST, 16)
     pack_requests_kernel[(1,)](
         table, room, row, begin, seen, cu_seqlens, cu_rows, cu_extents, row.shape[0],
-        PATIENCE=PATIENCE, KEPT_SHARE=KEPT_SHARE, LANES=lanes, COMPARED=min(lanes, AT_ONCE // lanes),
+        PATIENCE=PATIENCE, KEPT_SHARE=KEPT_SHARE, TOGETHER=TOGETHER, LANES=lanes, COMPARED=min(lanes, AT_ONCE // lanes),
         WINDOWS=64, num_warps=min(max(lanes // 32, 4), 16),
     )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from mosaic.registrar.operators.pack_requests import TOGETHER
 from mosaic.registrar.request_table import (
     ALL_ONES,
     CANVAS_LONG,
@@ -116,10 +117,10 @@ def turns(table_SC: Ints) -> Ints:
 
 
 def held(table_SC: Ints, asked: Wanted) -> NDArray[np.bool_]:
-    """Return who has decided nothing so far, and came no sooner than somebody whose prompt is not written, [S]."""
-    first = turns(table_SC)[asked.running & asked.fills].min(initial=np.iinfo(np.int64).max)
+    """Return who has decided nothing so far, and came with somebody whose prompt is not written, or after, [S]."""
+    first = turns(table_SC)[asked.running & asked.fills].min(initial=1 << 62)
     found: NDArray[np.bool_] = (
-        asked.running & ~asked.fills & (table_SC[:, Column.STEP] == 0) & (turns(table_SC) >= first)
+        asked.running & ~asked.fills & (table_SC[:, Column.STEP] == 0) & (turns(table_SC) >= first - TOGETHER)
     )
     return found
 
