@@ -165,6 +165,18 @@ def test_a_warm_session_refuses_who_needs_more_beside_others_and_serves_them_alo
         assert request.generation.finish == "length" and session.admits(asked, asked)
 
 
+@pytest.mark.parametrize("length", [696, 703])
+def test_who_fits_alone_is_not_told_that_it_never_does(length: int) -> None:
+    """Also where the canvas is no whole blocks."""
+    config = replace(GREEDY, block_length=8, cache="dual")
+    with mosaic.compile(CONFIGS["llada"], seed=3) as model, model.session() as session:
+        assert session.warm(config, requests=1, tokens=64) == 1
+        session.submit(prompt_of(9), config)
+        with pytest.raises(DoesNotFit, match=rf"fits with {length + 8} positions") as refused:
+            session.submit(prompt_of(length), config)
+        assert refused.value.steps is None and not refused.value.never
+
+
 @pytest.fixture
 def thawed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left out of garbage collection, as in a new process; the tests' own objects stay out, whose collection takes

@@ -173,12 +173,12 @@ class Scheduler:
         held = {owned for request in self._all() for owned in request.held}
 
         def fit(blocks: int) -> bool:
-            length = blocks * row.block
+            length = min(blocks * row.block, row.length)  # of a canvas whose prompt is no whole blocks
             start = min(row.start, length - row.block)
             shorter = row._replace(length=length, start=start, prefix=min(row.prefix, start))
             return self._table.admits(self._shared([shorter], self._all()), demand_of(shorter, 0), held)
 
-        return row.block * most_of(row.length // row.block, fit)
+        return min(row.block * most_of(-(-row.length // row.block), fit), row.length)
 
     def _all(self) -> list[TabledRequest]:
         return [*self._requests[self._live].tolist(), *self._waiting]
