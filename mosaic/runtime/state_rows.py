@@ -280,10 +280,13 @@ class OwnedRows(ClosesOnExit):
     def reserve(self, count: int) -> None:
         """Have rows for `count` positions; existing rows stay where they are."""
         with self._table.turns, interrupts_held():
-            while count > self.length:
-                stop = min(count, (self.length // self.piece + 1) * self.piece) if self.piece else count
-                more = self._table.take(self, stop - self.length)
-                self._hold([*self._pieces, *(_Piece(*span, span) for span in more)])
+            more, length = list[_Piece](), self.length
+            while length < count:
+                stop = min(count, (length // self.piece + 1) * self.piece) if self.piece else count
+                more += [_Piece(*span, span) for span in self._table.take(self, stop - length)]
+                length = stop
+            if more:
+                self._hold([*self._pieces, *more])
 
     def share(self, pieces: Sequence[tuple[int, int, Span]]) -> None:
         """Have rows of others' extents, or of idle ones, as those of the next positions: [first, last) of each extent."""
