@@ -19,9 +19,10 @@ from torch import Tensor
 
 import mosaic
 from mosaic.decoding import GenerationConfig, LiveRequest, Session, Step, Submission
+from mosaic.decoding.newcomers import STEPS
 from mosaic.devices import Device
 from mosaic.errors import UsageError
-from mosaic.registrar.operators.pack_requests import PATIENCE
+from mosaic.registrar.operators.pack_requests import PATIENCE, TOGETHER
 from mosaic.runtime.compiled import CompiledModel
 from mosaic.runtime.request_table import RequestTable
 from mosaic.runtime.room import Room, Shape
@@ -422,13 +423,13 @@ def test_a_block_takes_no_longer_in_a_session_that_is_warm_for_many(
 
 @pytest.mark.parametrize(("lengths", "running", "lots", "together"), [
     ([40] * 12, 0, 1, True), ([40] * 12, 5, 1, True), ([40] * 12, 5, 2, True), ([40] * 12, 14, 1, False),
-    ([600] * 3, 0, 1, False), ([40] * 60, 0, 1, False),
+    ([600] * 3, 0, 1, False), ([40] * 60, 0, 1, False), ([40] * 8, 5, 1, False),
 ])  # fmt: skip
 def test_requests_that_come_together_begin_together(
     models: dict[str, CompiledModel], lengths: list[int], running: int, lots: int, together: bool
 ) -> None:
-    """Where their prompts are short, few steps write them all, and they are more than those who run, who go on meanwhile; even if
-    they do not come between the same two steps."""
+    """Where their prompts are short, more than two steps and few write them all, and they are more than those who run, who go on
+    meanwhile; even if they do not come between the same two steps."""
     with models["sdar"].session(max_num_batched_tokens=160) as session:
         for length in range(running):
             session.submit(prompt_of(4 + length), gen_length=400, steps=4, **WAY)
@@ -445,6 +446,34 @@ def test_requests_that_come_together_begin_together(
             if len(began) == len(prompts):
                 break
     assert len(began) == len(prompts) and (len({*began.values()}) == 1) == together
+
+
+def test_nobody_waits_where_two_steps_have_room_for_the_prompts_of_all(models: dict[str, CompiledModel]) -> None:
+    """One comes in each step, and few steps make an answer: those who have not begun would be most of all, again and again."""
+    with models["sdar"].session() as session:
+        came = {session.submit(prompt_of(40, 0), gen_length=8, steps=2, **WAY).number: 0}
+        began = dict[int, int]()
+        for step in range(1, 60):
+            began = {one.request: step for one in session.advance() if len(one.positions)} | began
+            came[session.submit(prompt_of(40, step), gen_length=8, steps=2, **WAY).number] = step
+    assert max(began.get(number, 60) - at for number, at in came.items() if at < 50) <= 3
+
+
+def test_a_wait_for_prompts_ends_where_blocks_leave_them_little(models: dict[str, CompiledModel]) -> None:
+    """With no delay for those who run, prompts of 480 tokens have only what is kept for them: a few a step."""
+    with models["sdar"].session(max_num_batched_tokens=160, max_delay_ms=0) as session:
+        for length in range(5):
+            session.submit(prompt_of(4 + length), gen_length=1600, steps=4, **WAY)
+        session.advance(12)
+        came = {session.submit(prompt_of(40, seed), gen_length=8, steps=4, **WAY).number for seed in range(1, 13)}
+        wrote, began = dict[int, int](), dict[int, int]()
+        for step in range(1000):
+            for one in session.advance():
+                (began.setdefault if len(one.positions) else wrote.__setitem__)(one.request, step)
+            if came <= began.keys():
+                break
+    assert max(wrote.values()) - min(wrote.values()) > 40
+    assert max(began[number] - wrote[number] for number in came) <= TOGETHER + STEPS + 2
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3])

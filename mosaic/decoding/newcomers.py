@@ -2,8 +2,9 @@
 
 Steps with blocks have little time for prompts (`Scheduler`). If each request of many began its first block as soon as its own
 prompt is written, the others' prompts would take several times as long, and the tokens of those who began would come no sooner
-than in steps for all. Where few prompts fill a step, blocks cost them little, and nobody waits. Who came within
-a few turns came together (`pack_requests`); for those who come later nobody waits.
+than in steps for all. Where few prompts fill a step, blocks cost them little, and where two steps have room for the prompts of
+all, the wait costs more than it saves: nobody waits. Who came within a few turns came together (`pack_requests`); for those who
+come later nobody waits.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+
+from mosaic.registrar.operators.pack_requests import TOGETHER
+from mosaic.registrar.request_table import Column
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -21,18 +25,25 @@ __all__ = ["begin_together"]
 
 STEPS: Final = 8
 """Whole steps that the prompts take, at most, for which somebody waits."""
+MANY: Final = 2
+"""Whole steps that the prompts of all take, at most, for which nobody waits: in Poisson traffic, seldom more come together."""
 SHORT: Final = 4
 """Prompts that fill a step, at least, on the average."""
 
 
-def begin_together(asked: Wanted, held: NDArray[np.bool_], most_tokens: int) -> bool:
+def begin_together(columns: NDArray[np.int64], asked: Wanted, held: NDArray[np.bool_], most_tokens: int) -> bool:
     """Return whether those who would be `held`, [S], wait for the prompts of others, in steps of so many tokens.
 
-    They do if the prompts are short, the wait is, and no more requests have begun than have not: for these nothing changes.
+    They do if the prompts are short, those of all would fill more than `MANY` steps if each had as many tokens as those that are
+    not written have left on the average, the wait is short, and no more requests have begun than have not. Each step in which
+    others decide is a turn: where these leave little time for prompts, the wait ends.
     """
     fills = asked.running & asked.fills
     prompts, tokens = int(np.add.reduce(fills)), int(np.add.reduce(asked.length[fills]))
-    waiting = int(np.add.reduce(held))
-    if not waiting or tokens > min(STEPS, prompts / SHORT) * most_tokens:
+    count = prompts + int(np.add.reduce(held))
+    if count == prompts or tokens > min(STEPS, prompts / SHORT) * most_tokens:
         return False
-    return 2 * (prompts + waiting) >= int(np.add.reduce(asked.running))
+    turns = columns[:, Column.SERVED]
+    if tokens * count <= MANY * prompts * most_tokens or turns.max() - turns[held].min() > TOGETHER + STEPS:
+        return False
+    return 2 * count >= int(np.add.reduce(asked.running))

@@ -384,7 +384,7 @@ class Scheduler:
                 self._placed(request)
         columns = self._expected()
         asked = wanted(columns)
-        if holds := begin_together(asked, waiting := held(columns, asked), self._most_tokens):
+        if holds := begin_together(columns, asked, waiting := held(columns, asked), self._most_tokens):
             asked = asked._replace(running=asked.running & ~waiting)
         for groups in (choices := self._groups.choices(asked)):
             shape = self._shape_of(columns, asked, groups)
