@@ -177,6 +177,13 @@ def test_who_fits_alone_is_not_told_that_it_never_does(length: int) -> None:
         assert refused.value.steps is None and not refused.value.never
 
 
+def test_a_session_is_warm_for_other_policies_after_the_first() -> None:
+    """Those who are foreseen the second time are of none of the groups that the session is warm for."""
+    with mosaic.compile(CONFIGS["llada2"], seed=3) as model, model.session() as session:
+        for config in (replace(GREEDY, attention="flashblock"), GREEDY):
+            assert session.warm(config, requests=2, tokens=24) == 2
+
+
 @pytest.fixture
 def thawed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left out of garbage collection, as in a new process; the tests' own objects stay out, whose collection takes

@@ -285,7 +285,7 @@ class Scheduler:
             kinds = self._beside(groups, self._kinds.of(groups))
             needed, block, own_rows = needs_of(kinds)
             mine = [row for row in rows if self.group_of(row) in groups]
-            one = longest if groups == (0,) else max(needed, *(row.most_tokens for row in mine))
+            one = longest if groups == (0,) else max([needed, *[row.most_tokens for row in mine]])
             most = max(needed, one, min(self._slots * one, self._most(block)))
             marks = any(row.marks for row in mine)
             for marked in (True,) if self._groups.mixes(groups) else (False, True)[: 1 + marks]:
