@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from mosaic.kernels.shared.requests import held
 from mosaic.registrar.operators.pack_requests import TOGETHER
 from mosaic.registrar.request_table import Column
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from mosaic.kernels.shared.requests import Wanted
 
-__all__ = ["begin_together"]
+__all__ = ["held_back"]
 
 STEPS: Final = 8
 """Whole steps that the prompts take, at most, for which somebody waits."""
@@ -31,19 +32,21 @@ SHORT: Final = 4
 """Prompts that fill a step, at least, on the average."""
 
 
-def begin_together(columns: NDArray[np.int64], asked: Wanted, held: NDArray[np.bool_], most_tokens: int) -> bool:
-    """Return whether those who would be `held`, [S], wait for the prompts of others, in steps of so many tokens.
+def held_back(columns: NDArray[np.int64], asked: Wanted, most_tokens: int) -> NDArray[np.bool_] | None:
+    """Return who waits for the prompts of others, [S], in steps of so many tokens; None if nobody does.
 
     They do if the prompts are short, those of all would fill more than `MANY` steps if each had as many tokens as those that are
     not written have left on the average, the wait is short, and no more requests have begun than have not. Each step in which
     others decide is a turn: where these leave little time for prompts, the wait ends.
     """
     fills = asked.running & asked.fills
-    prompts, tokens = int(np.add.reduce(fills)), int(np.add.reduce(asked.length[fills]))
-    count = prompts + int(np.add.reduce(held))
+    if not (prompts := int(np.add.reduce(fills))):
+        return None
+    found, tokens = held(columns, asked), int(np.add.reduce(asked.length[fills]))
+    count = prompts + int(np.add.reduce(found))
     if count == prompts or tokens > min(STEPS, prompts / SHORT) * most_tokens:
-        return False
+        return None
     turns = columns[:, Column.SERVED]
-    if tokens * count <= MANY * prompts * most_tokens or turns.max() - turns[held].min() > TOGETHER + STEPS:
-        return False
-    return 2 * count >= int(np.add.reduce(asked.running))
+    if tokens * count <= MANY * prompts * most_tokens or turns.max() - turns[found].min() > TOGETHER + STEPS:
+        return None
+    return found if 2 * count >= int(np.add.reduce(asked.running)) else None

@@ -20,7 +20,7 @@ import numpy as np
 from mosaic.decoding.expected import counted, go_on, left
 from mosaic.decoding.groups import Groups, bits
 from mosaic.decoding.kinds import Kind, Kinds, first_tokens, needs_of, phase_of, usual_tokens
-from mosaic.decoding.newcomers import begin_together
+from mosaic.decoding.newcomers import held_back
 from mosaic.decoding.pace import Pace
 from mosaic.decoding.prompts import is_integer
 from mosaic.decoding.ready import Substitutes
@@ -28,7 +28,7 @@ from mosaic.decoding.rows import RULE, demand_of
 from mosaic.decoding.rungs import COARSE, SHARES, below, most_of, rung, rungs
 from mosaic.decoding.tabled import ServedSteps
 from mosaic.errors import DoesNotFit, UsageError
-from mosaic.kernels.shared.requests import asked_of, held, wanted
+from mosaic.kernels.shared.requests import asked_of, wanted
 from mosaic.models.parts import CANVAS, KEPT, KV, REQUESTS
 from mosaic.models.step import StepSize
 from mosaic.registrar.operators.pack_requests import PATIENCE
@@ -384,7 +384,7 @@ class Scheduler:
                 self._placed(request)
         columns = self._expected()
         asked = wanted(columns)
-        if holds := begin_together(columns, asked, waiting := held(columns, asked), self._most_tokens):
+        if (waiting := held_back(columns, asked, self._most_tokens)) is not None:
             asked = asked._replace(running=asked.running & ~waiting)
         for groups in (choices := self._groups.choices(asked)):
             shape = self._shape_of(columns, asked, groups)
@@ -392,7 +392,7 @@ class Scheduler:
                 break
         else:
             return False
-        self._table.launch(shape, holds=holds)
+        self._table.launch(shape, holds=waiting is not None)
         self._groups.served(groups)
         return True
 
