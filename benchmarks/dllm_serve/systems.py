@@ -33,7 +33,7 @@ from benchmarks.dllm_serve.baselines import (
 )
 from benchmarks.dllm_serve.dllm_cache import dllm_cache, dllm_cache_packed
 from benchmarks.dllm_serve.phases import PackedSteps, Pool
-from benchmarks.dllm_serve.trace import BLOCK, LONGEST, Asked
+from benchmarks.dllm_serve.trace import BLOCK, LONGEST, SHORTEST, Asked
 from benchmarks.served import Meter
 from mosaic.decoding import GenerationConfig, LiveRequest, Session, Submission
 from mosaic.errors import DoesNotFit, UsageError
@@ -183,17 +183,20 @@ def _most_units(build: Callable[..., System], name: str, budget_bytes: int | Non
 
 
 def _fits(build: Callable[..., System], units: int) -> bool:
-    """Whether each kind of step fits, of a scheduler with all requests."""
-    _collect()  # what the last one held, even where it has failed
+    """Whether each kind of step fits: of the longest requests, and of one beside the shortest, most of which begin at once and are
+    padded to its length."""
     try:
-        system = build(units=units)
-        for number in range(units):
-            system.submit(LONGEST._replace(number=number), torch.zeros(LONGEST.prompt, dtype=torch.int64))
-        while system.waiting:
-            system.step()
-        for _ in range(3):
-            system.step()
-        torch.cuda.synchronize()
+        for other in (LONGEST, SHORTEST):
+            _collect()  # what the last one held, even where it has failed
+            system = build(units=units)
+            for number, asked in enumerate((LONGEST, *[other] * (units - 1))):
+                system.submit(asked._replace(number=number), torch.zeros(asked.prompt, dtype=torch.int64))
+            while system.waiting:
+                system.step()
+            for _ in range(3):
+                system.step()
+            torch.cuda.synchronize()
+            del system
         return True
     except torch.OutOfMemoryError:
         return False

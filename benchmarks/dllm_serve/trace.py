@@ -14,7 +14,7 @@ from itertools import count, islice
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
-__all__ = ["BLOCK", "KINDS", "LONGEST", "Asked", "Kind", "described", "trace"]
+__all__ = ["BLOCK", "KINDS", "LONGEST", "SHORTEST", "Asked", "Kind", "described", "trace"]
 
 BLOCK: Final = 32
 """Tokens of a block; answers are whole blocks, and each step decides one token."""
@@ -55,6 +55,10 @@ LONGEST: Final = Asked(
     0, 0.0, max(kind.prompts[1] for kind in KINDS.values()), max(kind.answers[1] for kind in KINDS.values())
 )
 """The longest request of any kind."""
+SHORTEST: Final = Asked(
+    0, 0.0, min(kind.prompts[0] for kind in KINDS.values()), min(kind.answers[0] for kind in KINDS.values())
+)
+"""The shortest one."""
 
 
 def trace(kind: Kind, seed: int) -> Iterator[Asked]:
