@@ -408,14 +408,15 @@ def test_prompts_have_as_many_tokens_as_cost_a_card_little(
     assert most / 2 <= tokens / alone <= most
 
 
+@pytest.mark.parametrize(("name", "way"), [("sdar", WAY), ("llada", {"block_length": 4, "cache": "sparse"})])
 def test_a_block_takes_no_longer_in_a_session_that_is_warm_for_many(
-    models: dict[str, CompiledModel], launched: list[tuple[Shape, float]]
+    models: dict[str, CompiledModel], launched: list[tuple[Shape, float]], name: str, way: dict[str, Any]
 ) -> None:
     """What is planned for it counts the keys of one request, not of all."""
     for requests in (1, 32):
-        with models["sdar"].session() as session:
-            session.warm(GenerationConfig(**WAY), requests=requests, tokens=256)
-            session.submit(prompt_of(8), gen_length=8, steps=4, **WAY)
+        with models[name].session() as session:
+            session.warm(GenerationConfig(**way), requests=requests, tokens=256)
+            session.submit(prompt_of(8), gen_length=8, steps=4, **way)
             session.advance(2)
     alone, beside = launched[1], launched[-1]
     assert alone[0].room.windows == beside[0].room.windows == 1 and beside[1] < 1.1 * alone[1]

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mosaic.models.parts import HELD_EXTENTS, KEPT
+from mosaic.models.policies.packed_keys import Packed
 from mosaic.models.state import State
 from mosaic.models.step import MOST_DOUBLED, StepSize
 
@@ -67,7 +68,8 @@ class Room(NamedTuple):
             return StepSize(phase=phase, windows=tuple(lengths), rows=decided, states=taken, exact=True)
         lengths = [block * (blocks // windows + int(number < blocks % windows)) for number in range(windows)]
         rows, seen = taken.get(kept, 0), taken.pop(SEEN, 0)
-        most = longest if longest and phase.cache == KEPT else rows
+        alone = phase.cache == KEPT or isinstance(phase.cache, Packed)
+        most = longest if longest and alone else rows
         owned = max(min(-(-max(rows, seen) // windows), most, rows), lengths[0])
         return StepSize(
             phase=phase, windows=tuple(lengths), keys=(owned,) * windows, rows=decided, extents=max(taken.get(HELD_EXTENTS, 0), 1),
