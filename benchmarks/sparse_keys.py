@@ -64,9 +64,8 @@ FULL: Final = ("full", "refresh", "refresh_later")
 WARM, PROFILED = 3, 4
 """Steps after a Refresh that are not profiled, and that are."""
 METHOD: Final = (
-    "a step is the median of all of its kind but the first, from outcome to outcome, in one generation after the first steps of "
-    "another; a generation is timed whole, or added up from these where the table says so; kernels are profiled after all that is "
-    "timed, each step waited for"
+    "a step is the median of all of its kind but the first, in one generation after the first steps of another; a generation is "
+    "timed whole, or added up from these where the table says so; kernels are profiled after all that is timed"
 )
 
 
@@ -159,6 +158,11 @@ def _times(way: str | SparseKeys, answer: int, *, shifted: bool) -> dict[str, in
     return {"full": answer} if way == DENSE else {"full": answer // BLOCK, "later": answer - answer // BLOCK}
 
 
+def _session(model: CompiledModel) -> Session:
+    """A session whose steps are waited for one by one: steps of a table overlap, and a launch may wait for the step before."""
+    return Session(Meter(model, tabled=False))
+
+
 def measured(
     model: CompiledModel, way: str | SparseKeys, *, prompt: int, answer: int, seconds: float
 ) -> dict[str, Any]:
@@ -181,11 +185,11 @@ def measured(
     arch, config = model.architecture, _config(way, answer, shifted=model.architecture.shifted)
     ids = torch.arange(prompt) % arch.mask_token_id
     times = _times(way, answer, shifted=arch.shifted)
-    with Session(model) as session:
+    with _session(model) as session:
         session.submit(ids, config)  # which may move weights; and the first steps of a size are planned and captured
         session.advance(1 if way == DENSE else min(1 + WARM + _before_others(way), answer))
     watch = Watch(way, shifted=arch.shifted)
-    with Session(model) as session:
+    with _session(model) as session:
         began = time.perf_counter()
         session.submit(ids, config)
         while session.live and not _enough(watch.kinds, times, seconds):
@@ -256,7 +260,7 @@ def kernels_of(model: CompiledModel, way: SparseKeys, *, prompt: int, answer: in
     kinds = {**dict.fromkeys(("full", "refresh")[1 - way.delay :], (0, 1)), "reuse": (WARM, PROFILED)}
     if way.sample is not None and answer > BLOCK * way.interval:
         kinds["windowed"] = _before_others(way) - 1 - WARM - PROFILED, 1
-    with Session(Meter(model, tabled=False)) as session:  # steps of a table overlap
+    with _session(model) as session:
         session.submit(torch.arange(prompt) % arch.mask_token_id, _config(way, answer, shifted=arch.shifted))
         for name, (before, count) in kinds.items():
             session.advance(before)
