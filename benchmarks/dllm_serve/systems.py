@@ -183,20 +183,25 @@ def _most_units(build: Callable[..., System], name: str, budget_bytes: int | Non
 
 
 def _fits(build: Callable[..., System], units: int) -> bool:
-    """Whether each kind of step fits: of the longest requests, and of one beside the shortest, most of which begin at once and are
-    padded to its length."""
+    """Whether each kind of step fits: of the longest requests; and of a scheduler with these and the shortest in turn, in all
+    phases, of which many begin at once and are padded to the longest."""
+    _collect()  # what the last one held, even where it has failed
     try:
-        for other in (LONGEST, SHORTEST):
-            _collect()  # what the last one held, even where it has failed
-            system = build(units=units)
-            for number, asked in enumerate((LONGEST, *[other] * (units - 1))):
+        system = build(units=units)
+        for number in range(units):
+            system.submit(LONGEST._replace(number=number), torch.zeros(LONGEST.prompt, dtype=torch.int64))
+        while system.waiting:
+            system.step()
+        for _ in range(3):
+            system.step()
+        if isinstance(system, Scheduled):
+            system.reset()
+            for number in range(4 * units):
+                asked = SHORTEST if number % 2 else LONGEST
                 system.submit(asked._replace(number=number), torch.zeros(asked.prompt, dtype=torch.int64))
-            while system.waiting:
+            for _ in range(BLOCK + 3):
                 system.step()
-            for _ in range(3):
-                system.step()
-            torch.cuda.synchronize()
-            del system
+        torch.cuda.synchronize()
         return True
     except torch.OutOfMemoryError:
         return False
