@@ -14,7 +14,7 @@ from test_warm import DRAWN, GREEDY, come_and_go, counted
 import mosaic
 from mosaic.decoding.ready import Substitutes
 from mosaic.decoding.rows import RULE
-from mosaic.models.parts import KEPT, SAMPLE, STATISTICS, TABLED
+from mosaic.models.parts import CANVAS, KEPT, SAMPLE, STATISTICS, TABLED
 from mosaic.models.phase import Phase
 from mosaic.runtime.engine import MAKING_MS
 from mosaic.runtime.graph_memory import MOST_BYTES
@@ -69,6 +69,17 @@ def test_a_step_that_stands_in_does_as_much_and_costs_no_more_than_making_the_ot
         few += 1
     assert all(most <= MAKING_MS for most in lost.values())
     assert few or len(ladder.ready) < 20
+
+
+def test_what_stands_in_without_end_ends_where_steps_are_planned_for_other_rows() -> None:
+    """Of those that were made ready none is left then."""
+    ladder, small, large = Ladder(random.Random(1)), *(Room.of(PHASES[0], 9, blocks, 16, 64) for blocks in (4, 40))
+    ladder.ready, ladder.gone = {Shape(large, 1, False): None}, set()
+    substitutes = Substitutes(cast(Any, ladder), most_tokens=640)
+    substitutes.warm_for = ladder.planned
+    assert {substitutes.of(Shape(small, 1, False), 4) for _ in range(1000)} == {Shape(large, 1, False)}
+    ladder.planned = frozenset({(CANVAS, 64)})
+    assert Shape(small, 1, False) in [substitutes.of(Shape(small, 1, False), 4) for _ in range(1000)]
 
 
 def test_a_session_that_is_warm_for_fewer_sizes_makes_no_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,12 @@ from mosaic.runtime.graph_memory import GraphMemory
 
 GREEDY = GenerationConfig(gen_length=8, stop_at_eos=False)
 DRAWN = GenerationConfig(gen_length=8, stop_at_eos=False, temperature=0.8, top_p=0.9)
+SPARSE = GenerationConfig(gen_length=8, block_length=8, stop_at_eos=False, cache="sparse")
+
+
+def deep(layers: int) -> dict[str, Any]:
+    """A model of so many layers."""
+    return {**CONFIGS["sdar"], "num_hidden_layers": layers}
 
 
 @contextmanager
@@ -108,27 +114,28 @@ def test_a_warm_session_of_few_steps_plans_nothing(most: int, monkeypatch: pytes
         assert made.pop("runs") and made == {"plans": 0, "executors": 0}
 
 
-@pytest.mark.parametrize(("layers", "budget", "requests", "refusals"), [
-    (2, "1.75MiB", 8, 6), pytest.param(4, "2.5MiB", 24, 12, marks=pytest.mark.soak),
-    pytest.param(4, "6MiB", 24, 12, marks=pytest.mark.soak),
+@pytest.mark.parametrize(("config", "ways", "batched", "budget", "requests", "refusals"), [
+    (deep(2), (GREEDY, DRAWN), 64, "1.75MiB", 8, 6), (CONFIGS["llada"], (SPARSE,), 2048, "3MiB", 32, 6),
+    pytest.param(deep(4), (GREEDY, DRAWN), 64, "2.5MiB", 24, 12, marks=pytest.mark.soak),
+    pytest.param(deep(4), (GREEDY, DRAWN), 64, "6MiB", 24, 12, marks=pytest.mark.soak),
 ])  # fmt: skip
 def test_a_warm_session_that_is_full_plans_nothing_and_maps_nothing(
-    layers: int, budget: str, requests: int, refusals: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config: dict[str, Any], ways: Sequence[GenerationConfig], batched: int, budget: str, requests: int, refusals: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Positions are for short requests as for long ones: many more of these are live at once than of the longest."""
     rng, most, refused = random.Random(budget), 0, 0
-    config = {**CONFIGS["sdar"], "num_hidden_layers": layers}
     with (
         mosaic.compile(config, seed=3, budget=budget) as model,
-        model.session(max_num_batched_tokens=64) as session,
+        model.session(max_num_batched_tokens=batched) as session,
     ):
-        count = session.warm([GREEDY, DRAWN], requests=requests, tokens=512)
+        count = session.warm(ways, requests=requests, tokens=512)
         assert 1 <= count < requests
         pages = model.workspace.changes()
         with counted(monkeypatch) as made:
             while len(session.live) < 200 and refused < refusals:
                 length = min(round(4 * 1.05 ** rng.uniform(0, 99)), 500)
-                asked = Submission(prompt=prompt_of(length), config=rng.choice([GREEDY, DRAWN]))
+                asked = Submission(prompt=prompt_of(length), config=rng.choice(ways))
                 if session.admits(asked):
                     session.submit_all([asked])
                 else:

@@ -16,6 +16,7 @@ from mosaic.runtime.room import Shape
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from mosaic.models.state import State
     from mosaic.runtime.request_table import RequestTable
 
 __all__ = ["Substitutes"]
@@ -38,14 +39,21 @@ class Substitutes:
 
     Attributes
     ----------
-    patience_ms
-        What a step may cost before one is made in its place. If it is endless, a step that is much larger stands in as well.
+    warm_for
+        The rows of states for which all steps were made ready; None: for none.
     """
 
     def __init__(self, table: RequestTable, most_tokens: int) -> None:
-        self._table, self._most_tokens, self.patience_ms = table, most_tokens, MAKING_MS
+        self._table, self._most_tokens = table, most_tokens
+        self.warm_for: frozenset[tuple[State, int]] | None = None
         self._lost: defaultdict[Shape, float] = defaultdict(float)
         self._found: Recent[Hashable, Shape] = Recent(KEPT_STEPS)
+
+    @property
+    def patience_ms(self) -> float:
+        """What a step may cost before one is made in its place. While all were made ready it is endless, and a step that is much
+        larger stands in as well."""
+        return math.inf if self._table.planned == self.warm_for else MAKING_MS
 
     def of(self, asked: Shape, fewest: int, longest: float = math.inf) -> Shape:
         """Return the step to launch for one that is asked for.

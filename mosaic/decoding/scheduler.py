@@ -219,7 +219,6 @@ class Scheduler:
         """Plan steps from now on for `requests` requests like any of these, with as many positions as fit; return for how many of
         their length these are enough."""
         self._ready = self._table.expect_graphs()
-        self._substitutes.patience_ms = math.inf
         self._table.expect(max(row.length for row in rows))
         for row in rows:
             self._rooms.clear()
@@ -254,7 +253,7 @@ class Scheduler:
             self._table.cover(room, room, more(slots, share))
         while len(self._table.columns) < slots and self._grow():
             pass
-        self._foreseen, self._slots = foreseen, slots
+        self._foreseen, self._slots, self._substitutes.warm_for = foreseen, slots, self._table.planned
         return max(int(slots * share), min(slots, 1))
 
     def ladder(self, rows: Sequence[TableRow]) -> list[tuple[Shape, int | None]]:
@@ -415,7 +414,7 @@ class Scheduler:
         alone = Room.of(phase, 1, fewest, block, own_rows)
         asking = partial(Room.of, phase, int(np.add.reduce(asks)), block=block, rows=rows)
         table = self._table
-        table.cover(alone, asking(blocks=own))
+        table.cover(alone, alone if self._is_warm else asking(blocks=own))
         if alone.tokens > self._most_tokens:  # what its rung has left is nobody's: the limit is for all but one
             return Shape(alone, served, marked)
         while not table.fits(asking(blocks=blocks)):
