@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,7 +114,14 @@ def test_a_batch_gets_the_answers_of_each_line_alone_wherever_it_was_cut_off(
         (CHAT, {"messages": [{"role": "user"}]}, "a message has a text as 'role' and one as 'content'"),
         (COMPLETIONS, {"prompt": ""}, "is empty"),
         (COMPLETIONS, {"prompt": "x" * 9000}, "the model has 4,096"),
-        (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "gen_length is 0"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens is 0"),
+        (COMPLETIONS, {"prompt": "a", "gen_length": 0}, "gen_length is 0"),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "max_completion_tokens": 4096, "steps": 1024},
+            "; lower max_completion_tokens, or",
+        ),
+        (COMPLETIONS, {"prompt": "a", "block_length": 3}, "max_tokens 8 is not divisible by block_length 3"),
     ],
 )
 def test_an_error_of_a_body_is_its_response(
@@ -147,6 +156,23 @@ def test_a_line_that_is_no_request_of_a_batch_is_a_bad_line(wrong: dict[str, Any
     with pytest.raises(UsageError) as refused:
         batch.check(asked | wrong)
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize("piped", [False, True])
+def test_two_lines_of_one_custom_id_are_refused_by_their_numbers(
+    model: CompiledModel, tmp_path: Path, piped: bool
+) -> None:
+    """Before any line runs; a pipe is read once, and the lines before the second run."""
+    rng, out = random.Random(4), tmp_path / "out.jsonl"
+    lines = [line(rng, number) for number in (0, 1, 2, 3, 4, 1)]
+    path = written(tmp_path / "in.jsonl", [*lines[:5], '{"custom_id": "c1"', lines[5]])
+    if piped:
+        content, path = path.read_bytes(), tmp_path / "pipe"
+        os.mkfifo(path)
+        threading.Thread(target=path.write_bytes, args=(content,)).start()
+    with pytest.raises(UsageError, match=f"{path}, lines 2 and 7: both have custom_id 'c1'"):
+        run(model, path, out, skips=[])
+    assert piped or not out.exists()
 
 
 def test_what_a_body_leaves_out_is_the_commands() -> None:

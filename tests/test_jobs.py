@@ -32,7 +32,7 @@ BASE = GenerationConfig(gen_length=8, block_length=4, steps=4, temperature=1.0, 
 BAD = [
     "nonsense", "[1, 2]", '"text"', "{}", '{"prompt": "a", "messages": []}', '{"prompt": 5}', '{"prompt": "a", "stps": 2}',
     '{"prompt": "a", "temperature": -1}', '{"messages": [{"role": "user"}]}', '{"prompt": "a"', "\ufffd" * 3, "[" * 100_000,
-    '{"prompt": ["a"]}', '{"prompt": "\\ud800"}',
+    '{"prompt": ["a"]}', '{"prompt": "\\ud800"}', '{"prompt": "a", "id": 1e999}', '{"prompt": "a", "id": [-Infinity]}',
 ]  # fmt: skip
 
 

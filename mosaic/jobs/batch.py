@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any, Final
 
 from mosaic.decoding.config import GenerationConfig
-from mosaic.errors import MosaicError, UnknownName, UsageError
+from mosaic.errors import UnknownName, UsageError
 from mosaic.jobs.lines import Answered
 from mosaic.jobs.names import NAMES, own_names
 from mosaic.jobs.sampling import CompletionOutput, SamplingParams
@@ -69,13 +69,13 @@ def parameters(body: Mapping[str, Any], base: GenerationConfig) -> SamplingParam
 
 def answer_line(
     digest: Answered, custom_id: str, url: str, model: str, prompt_tokens: int,
-    answers: Sequence[CompletionOutput], error: MosaicError | None,
+    answers: Sequence[CompletionOutput], error: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the line that answers a line: status 200 and a completion, or 400 and why there is none."""
     name, body = f"{digest.number}-{digest.digest}", dict[str, Any]()
     if error is not None:
         status, body = 400, {"error": {
-            "message": str(error), "type": "invalid_request_error", "param": None, "code": None,
+            "message": error, "type": "invalid_request_error", "param": None, "code": None,
         }}  # fmt: skip
     else:
         chat, tokens = url == CHAT, sum(len(one.token_ids) for one in answers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields
@@ -16,7 +17,7 @@ from mosaic.decoding.config import GenerationConfig, resolve
 from mosaic.decoding.session import Session
 from mosaic.decoding.stream import MOST_LIVE, Stream
 from mosaic.errors import UsageError
-from mosaic.jobs.lines import AnswersFile, lines_of, opened, unanswered
+from mosaic.jobs.lines import AnswersFile, distinct, lines_of, opened, unanswered
 from mosaic.jobs.progress import Progress
 from mosaic.jobs.requests import Asked, Requests
 from mosaic.runtime.interrupts import interrupts_held, interrupts_let_through
@@ -72,7 +73,7 @@ class Job(ClosesOnExit):
     Raises
     ------
     UsageError
-        If options or files cannot be, or the answers are of another job.
+        If options or files cannot be, two lines have one `custom_id`, or the answers are of another job.
     """
 
     def __init__(
@@ -87,11 +88,14 @@ class Job(ClosesOnExit):
         self.tally = Tally()
         with ExitStack() as opening:
             file = opening.enter_context(opened(self._prompts))
+            if file.seekable():  # before anything runs; of a pipe, as its lines come
+                deque(distinct(lines_of(file), self._prompts), maxlen=0)
+                file.seek(0)
             if Path(answers).exists() and Path(answers).samefile(self._prompts):
                 raise UsageError(f"'{answers}' has the requests: give another file for the answers.")
             self._answers = opening.enter_context(AnswersFile(Path(answers), self._requests.answered))
             self._size = self._prompts.stat().st_size
-            lines = lines_of(map(self._counted, file))
+            lines = distinct(lines_of(map(self._counted, file)), self._prompts)
             self._left = unanswered(lines, self._answers.answered(), self._digest, (self._prompts, Path(answers)))
             self._first = next(self._left, None)
             self._open = opening.pop_all()

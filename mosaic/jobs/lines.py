@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from mosaic.decoding.stream import MOST_AHEAD
 from mosaic.errors import UsageError
 from mosaic.runtime.range_pool import ClosesOnExit
 
-__all__ = ["Answered", "AnswersFile", "Line", "lines_of", "object_of", "opened", "unanswered"]
+__all__ = ["Answered", "AnswersFile", "Line", "distinct", "lines_of", "object_of", "opened", "unanswered"]
 
 
 class Line(NamedTuple):
@@ -52,6 +54,27 @@ def lines_of(file: Iterable[bytes]) -> Iterator[Line]:
             yield Line(number, content)
 
 
+def distinct(lines: Iterable[Line], name: Path) -> Iterator[Line]:
+    """Yield lines, keeping each `custom_id`: by it alone the lines of a batch and their answers are told apart.
+
+    Raises
+    ------
+    UsageError
+        At the second line that has it, with both numbers.
+    """
+    first = dict[str, int]()
+    for line in lines:
+        found = None
+        if b'"custom_id"' in line.content:
+            with suppress(UsageError):  # of what is no JSON, which is said where the line is read
+                found = object_of(line.content).get("custom_id")
+        if isinstance(found, str) and (before := first.setdefault(found, line.number)) != line.number:
+            raise UsageError(
+                f"{name}, lines {before:,} and {line.number:,}: both have custom_id {found!r}; give each line its own."
+            )
+        yield line
+
+
 def object_of(content: bytes) -> dict[str, Any]:
     """Return the JSON object of a line.
 
@@ -61,12 +84,21 @@ def object_of(content: bytes) -> dict[str, Any]:
         If it is none.
     """
     try:
-        found = json.loads(content)
+        found = json.loads(content, parse_float=_finite, parse_constant=_finite)
+    except UsageError:
+        raise
     except (ValueError, RecursionError) as error:
         raise UsageError(f"not JSON ({error or 'nested too deeply'})") from None
     if not isinstance(found, dict):
         raise UsageError(f"expected a JSON object, got {type(found).__name__}")
     return found
+
+
+def _finite(text: str) -> float:
+    """Return a number of a line; JSON has no NaN and no Infinity, so no answer could repeat one as its "id"."""
+    if math.isfinite(number := float(text)):
+        return number
+    raise UsageError(f"{text} is no number that an answer could repeat; as a name, write it as a text")
 
 
 class AnswersFile(ClosesOnExit):

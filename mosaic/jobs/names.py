@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from mosaic.errors import UnknownName, UsageError
 
-__all__ = ["NAMES", "XARGS", "own_names"]
+__all__ = ["NAMES", "XARGS", "length_name", "own_names"]
 
 NAMES: Final[Mapping[str, tuple[str, str]]] = {
     "max_completion_tokens": ("max_tokens", "OpenAI"),
@@ -56,3 +56,15 @@ def own_names(body: Mapping[str, Any]) -> dict[str, Any]:
                 f"{name}={value!r} and {own}={found[own]!r} are the same option with two values; give one."
             )
     return found
+
+
+def length_name(body: Mapping[str, Any]) -> str:
+    """Return the name under which a body has `gen_length`, for errors about it.
+
+    Examples
+    --------
+    >>> length_name({"prompt": "a", "max_completion_tokens": 8})
+    'max_completion_tokens'
+    """
+    names = (name for name in body if name == "gen_length" or NAMES.get(name, (name,))[0] == "max_tokens")
+    return next(names, "max_tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -13,6 +14,7 @@ from mosaic.decoding.prompts import is_text, token_ids, tokenizer_of
 from mosaic.errors import MosaicError, UnknownName, UsageError
 from mosaic.jobs import batch
 from mosaic.jobs.lines import Answered, object_of
+from mosaic.jobs.names import length_name
 from mosaic.jobs.sampling import SamplingParams, completion, submissions
 
 if TYPE_CHECKING:
@@ -49,8 +51,8 @@ class Asked:
         What the line has as "id".
     chat
         Whether the answer loses the white space around it.
-    params, url
-        Of a line of a batch: where its answers end, and what they look like.
+    params, url, length_name
+        Of a line of a batch: where its answers end, what they look like, and its name for `gen_length`.
     error
         Why there is no answer, if it is known.
     """
@@ -64,6 +66,7 @@ class Asked:
     chat: bool = False
     params: SamplingParams | None = None
     url: str = ""
+    length_name: str = ""
     error: MosaicError | None = None
 
     def submissions(self) -> list[Submission]:
@@ -139,7 +142,7 @@ class Requests:
             error = refused
         return Asked(
             line=line.number, digest=self._digest(line.content), prompt=ids, config=config, size_bytes=len(line.content),
-            id=found["custom_id"], chat=chat, params=params, url=found["url"], error=error,
+            id=found["custom_id"], chat=chat, params=params, url=found["url"], length_name=length_name(body), error=error,
         )  # fmt: skip
 
     def answer(self, asked: Asked, outcome: Outcome) -> dict[str, Any]:
@@ -150,10 +153,9 @@ class Requests:
                 completion(place, one, asked.params or SamplingParams(), tokenizer)
                 for place, one in enumerate(outcome.generations)
             ]
-            of_line = Answered(asked.line, asked.digest)
-            return batch.answer_line(
-                of_line, asked.id, asked.url, self._model.name, len(asked.prompt), answers, asked.error or outcome.error
-            )
+            of_line, error = Answered(asked.line, asked.digest), asked.error or outcome.error
+            said = None if error is None else re.sub(r"\bgen_length\b", asked.length_name, str(error))
+            return batch.answer_line(of_line, asked.id, asked.url, self._model.name, len(asked.prompt), answers, said)
         head = {"line": asked.line, "digest": asked.digest, **({} if asked.id is None else {"id": asked.id})}
         if outcome.error is not None:
             return {**head, "error": str(outcome.error)}
