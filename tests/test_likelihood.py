@@ -1,17 +1,19 @@
-"""Likelihoods by LLaDA's published estimate, beside the formula in float64 over a plain network."""
+"""Likelihoods by the published estimates, beside their formulas in float64 over plain networks."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from reference_runner import Network
 from safetensors.torch import load_file
+from stock_models import stock_logits, stock_model
+from test_rotary_scaling import CONFIGS, enlarge
 from torch import Tensor
 
 import mosaic
@@ -20,7 +22,7 @@ from mosaic.evaluation import are_greedy, log_likelihoods
 from mosaic.models import load
 
 SMALL = load("small")
-MASK = SMALL.architecture.mask_token_id
+MASK, EOS = SMALL.architecture.mask_token_id, 95
 
 
 class Watched:
@@ -131,3 +133,63 @@ def test_other_families_and_odd_samples_are_refused(model: Watched) -> None:
         for refused in (log_likelihoods, are_greedy):
             with pytest.raises(UsageError, match="none for the family 'sdar'"):
                 refused(other, [([1], [2])])
+
+
+# --- other families ---------------------------------------------------------------------------------------------------
+
+Stated = tuple[Watched, Callable[[Tensor, Tensor], float]]
+
+
+@pytest.fixture(scope="module")
+def stated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stated]:
+    """A tiny random model, and `log_probability` by a stock class in float64."""
+    with mosaic.compile(CONFIGS[request.param] | {"eos_token_id": EOS}) as found:
+        enlarge(found)
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
+        stock = stock_model(found, tmp_path_factory.mktemp("stock"), rope_parameters=rope).double()
+
+        def summed(seen: Tensor, whole: Tensor) -> float:
+            masked = torch.nonzero(seen != whole)[:, 0]
+            rows = masked - 1 if request.param == "dream" else masked  # Dream's row i - 1 predicts position i
+            return float(stock_logits(stock, seen, 0).log_softmax(-1)[rows, whole[masked]].sum())
+
+        yield Watched(found), summed
+
+
+@pytest.mark.parametrize("stated", ["dream", "llada-moe"], indirect=True)
+def test_families_are_estimated_by_the_formula_of_their_authors(stated: Stated) -> None:
+    """The weights of two copies follow from four continuations, which are masked alike."""
+    (model, summed), rng = stated, random.Random(7)
+    dream, context = model.model.family == "dream", [rng.randrange(95) for _ in range(5)]
+    pairs = [(context, [rng.randrange(95) for _ in range(12)]) for _ in range(4)]
+    estimates = log_likelihoods(model, pairs, samples=2, strata=2, seed=3)  # type: ignore[arg-type]
+    found, masked, sums = 2 * torch.tensor(estimates, dtype=torch.float64), [], []
+    for place, seen in enumerate(model.sequences):
+        whole = torch.tensor([*context, *pairs[place // 2][1], *[EOS] * dream])
+        masked.append(seen != whole)
+        assert bool((seen[masked[-1]] == 96).all()) and not bool(masked[-1][[*range(5), *range(17, len(whole))]].any())
+        sums.append(summed(seen, whole))
+    by_copy = torch.tensor(sums, dtype=torch.float64).view(4, 2)
+    weights = torch.linalg.lstsq(by_copy, found).solution
+    assert torch.allclose(by_copy @ weights, found, rtol=1e-4)
+    if dream:
+        shares = (1 / weights - 1e-3) / (1 - 1e-3)
+        assert abs(float(shares[0] - shares[1])) == pytest.approx(0.5, abs=1e-3) and 0 < shares.min() < 0.5
+    else:
+        assert weights.tolist() == pytest.approx([12 / int(one.sum()) for one in masked[:2]], rel=1e-3)
+        best = int(model(torch.tensor([*context, 96]), torch.tensor([5])).token_ids)
+        assert are_greedy(model, [(context, [best]), (context, [best ^ 1])]) == [True, False]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stated", ["dream"], indirect=True)
+def test_dream_masks_each_token_by_itself_and_never_the_first_of_a_text(stated: Stated) -> None:
+    model, _ = stated
+    for context, wanted in (([7], [8, 9]), ([], [7, 8, 9])):
+        model.sequences.clear()
+        log_likelihoods(model, [(context, wanted)], samples=600, strata=2, seed=1)  # type: ignore[arg-type]
+        sets = Counter(tuple((copy == 96).tolist()) for copy in model.sequences)
+        for at, share in (((1, 2), 3), ((1,), 6), ((2,), 6)):  # a third of the copies has no mask
+            assert abs(sets.pop(tuple(place in at for place in range(4))) - 600 / share) < 50
+        assert not sets
+    with pytest.raises(UsageError, match="'dream' do not say which"):
+        are_greedy(model, [([1], [2])])  # type: ignore[arg-type]

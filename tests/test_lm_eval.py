@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_generate_cli import written_checkpoint
+from test_rotary_scaling import CONFIGS
 from test_server import MODEL, _get, serving
+
+import mosaic
+from mosaic.evaluation import log_likelihoods
 
 pytestmark = pytest.mark.soak
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[eval]'")
@@ -104,6 +109,24 @@ def test_the_model_mosaic_generates_and_scores(tasks: Path, tmp_path: Path) -> N
     )  # fmt: skip
     assert found["sums"]["exact_match,answer"] == 1.0 and found["choice"]["acc,none"] >= 0.75
     assert 0 < found["text"]["bits_per_byte,none"] < 16, "its questions were never masked in training"
+
+
+def test_texts_of_dream_begin_with_a_beginning_of_sequence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from lm_eval.api.instance import Instance
+
+    from mosaic.evaluation.harness import MosaicLM
+
+    path, config = written_checkpoint(tmp_path), CONFIGS["dream"] | {"vocab_size": 264, "mask_token_id": 258}
+    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|user|>", "eos_token": "[EOS]"}))
+    with mosaic.compile(config | {"eos_token_id": 256}, seed=3) as model:
+        model.save(path)
+        asked = [([257, 97, 98], [32, 99]), ([257], [100, 101])]
+        expected = log_likelihoods(model, asked, samples=8, strata=8)
+    given = [Instance("loglikelihood", {}, texts, 0) for texts in (("ab ", "c"), ("", "de"))]
+    lm = MosaicLM(str(path), mc_num=8)
+    assert lm.loglikelihood(given) == [(pytest.approx(one, rel=1e-4), False) for one in expected]
+    assert "is_greedy is False throughout" in caplog.text
+    assert lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("de",), 0)]) == pytest.approx(expected[1:])
 
 
 def test_likelihoods_of_a_family_without_an_estimate_are_refused_by_name(tasks: Path, tmp_path: Path) -> None:

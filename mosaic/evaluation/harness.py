@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from mosaic.decoding.config import GenerationConfig
 from mosaic.errors import MissingExtra, UsageError
-from mosaic.evaluation.likelihood import Pair, are_greedy, log_likelihoods
+from mosaic.evaluation.likelihood import Pair, are_greedy, estimate_of, log_likelihoods
 from mosaic.jobs import LLM, SamplingParams
 
 try:
@@ -43,8 +43,8 @@ class MosaicLM(TemplateLM):
     mc_num
         Masked copies for each likelihood.
     check_greedy
-        Whether `is_greedy` is found out, which takes a step for each token, or said to be false. Accuracies of several choices do
-        not depend on it.
+        Whether `is_greedy` is found out, which takes a step for each token, or said to be false, as it is where a family's authors
+        leave it open. Accuracies of several choices do not depend on it.
     max_length
         Tokens of a window in which `loglikelihood_rolling` estimates; None: the model's longest context.
     max_gen_toks
@@ -153,10 +153,22 @@ class MosaicLM(TemplateLM):
         return found
 
     def _estimate(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        model = self._llm.model
-        found = log_likelihoods(model, pairs, samples=self._samples, strata=self._strata, seed=self._seed)
-        greedy = are_greedy(model, pairs) if self._check_greedy else [False] * len(pairs)
+        model, found = self._llm.model, self._likelihoods(pairs)
+        checked = self._check_greedy and estimate_of(model).greedy
+        if self._check_greedy and not checked:
+            _log.warning(
+                "is_greedy is False throughout, as in the authors' script for '%s': accuracies that need it say nothing",
+                model.model.family,
+            )
+        greedy = are_greedy(model, pairs) if checked else [False] * len(pairs)
         return list(zip(found, greedy, strict=True))
+
+    def _likelihoods(self, pairs: Sequence[Pair]) -> list[float]:
+        model, tokenizer, start = self._llm.model, self._llm.get_tokenizer(), list[int]()
+        if estimate_of(model).framed:
+            start = tokenizer.encode(tokenizer.info()["bos_token"] or "", add_special_tokens=False)
+        framed = [([*start, *context], wanted) for context, wanted in pairs]
+        return log_likelihoods(model, framed, samples=self._samples, strata=self._strata, seed=self._seed)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Estimate the likelihood of whole texts, window by window, each without a context."""
@@ -166,10 +178,7 @@ class MosaicLM(TemplateLM):
             windows: list[Pair] = [
                 ([], ids[start : start + self._window]) for start in range(0, len(ids), self._window)
             ]
-            scores = log_likelihoods(
-                self._llm.model, windows, samples=self._samples, strata=self._strata, seed=self._seed
-            )
-            found.append(sum(scores))
+            found.append(sum(self._likelihoods(windows)))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
         return found
 
