@@ -500,10 +500,13 @@ def test_a_config_alone_is_served_with_random_weights_and_words_are_tokens(
     }
     sizes |= {"vocab_size": 64, "intermediate_size": 48, "mask_token_id": 63, "eos_token_id": 5, "block_size": 4}
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "model_type": "sdar", "torch_dtype": "float32"}))
-    command = [sys.executable, "-m", "mosaic", "serve", str(tmp_path), "--port", "0", "--host-budget", "0"]
+    run = "import atexit, gc; from mosaic import cli; atexit.register(lambda: print(gc.get_freeze_count())); cli.main()"
+    command = [sys.executable, "-c", run, "serve", str(tmp_path), "--port", "0", "--host-budget", "0"]
     log, rng = tmp_path / "log", random.Random(31)
     with log.open("w") as written:
-        process = subprocess.Popen([*command, "--load-format", "dummy", "--policy", "none"], stderr=written)
+        process = subprocess.Popen(
+            [*command, "--load-format", "dummy", "--policy", "none"], stdout=subprocess.PIPE, stderr=written, text=True
+        )
     try:
         until(lambda: "serving" in log.read_text() or process.poll() is not None, 60)
         base = log.read_text().partition("serving")[2].split()[2]
@@ -533,7 +536,8 @@ def test_a_config_alone_is_served_with_random_weights_and_words_are_tokens(
         assert {*found["tokens"]} == {*range(64)} - {63, 5}, "never the mask, nor what ends an answer"
     finally:
         process.terminate()
-        assert process.wait(60) == 0
+        frozen, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and int(frozen) > 1e4, "what is imported is not looked through for garbage"
     for asked, says in (
         (["sdar-8b"], "--load-format dummy"),
         (["small", "--load-format", "best"], "auto"),

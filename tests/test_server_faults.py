@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
@@ -138,6 +139,18 @@ def test_who_does_not_read_is_cut_off_and_holds_nobody_up(base: str) -> None:
         until(lambda: idle(base), 10)
         found = rest(deaf)
     assert found and "[DONE]" not in found and "error" not in found
+
+
+def test_an_answer_on_a_kept_connection_does_not_wait_until_its_head_is_acknowledged(base: str) -> None:
+    """A caller acknowledges it up to 40 ms later, except on a new connection."""
+    took = []
+    with closing(http.client.HTTPConnection(base.removeprefix("http://"))) as kept:
+        for _ in range(8):
+            began = time.monotonic()
+            kept.request("GET", "/health")
+            assert kept.getresponse().read()
+            took.append(time.monotonic() - began)
+    assert min(took[4:]) < 0.03
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ class Scheduler:
         """Plan steps from now on for `requests` requests like any of these, with as many positions as fit; return for how many of
         their length these are enough."""
         self._ready = self._table.expect_graphs()
-        self._table.expect(max(row.length for row in rows))
+        self._table.expect(max(row.keys for row in rows))
         for row in rows:
             self._rooms.clear()
             self._warm |= {kind._replace(tokens=kind.block): None for kind in self._kinds_of(row)}

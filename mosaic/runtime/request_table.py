@@ -134,7 +134,7 @@ class RequestTable:
         Rows of each state that steps are planned for: those that there are, or were (`cover`). So sizes stay the same while
         requests come and go.
     longest
-        Positions of the longest request that is expected; 0: nobody knows. No step's plan counts more keys for a window.
+        Keys of the longest request that is expected; 0: nobody knows. No step's plan counts more for a window.
     ready
         Steps that ran with these; `is_ready` says whether one still is ready.
     """
@@ -384,7 +384,7 @@ class RequestTable:
         return self._engine.expect_graphs()
 
     def expect(self, longest: int) -> None:
-        """Plan steps from now on for requests of so many positions at most."""
+        """Plan steps from now on for requests of so many keys at most."""
         if longest > self.longest:
             self.longest = longest
             self.ready.clear()

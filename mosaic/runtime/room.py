@@ -56,8 +56,8 @@ class Room(NamedTuple):
         return self.blocks * self.block
 
     def size(self, states: Iterable[tuple[State, int]], longest: int) -> StepSize:
-        """Return the size of a step with this room beside rows of states. No window sees more keys than the `longest` request has
-        positions, unless the step may rank those of all; 0: nobody knows."""
+        """Return the size of a step with this room beside rows of states. No window sees more keys than the `longest` request has,
+        unless the step may rank those of all; 0: nobody knows."""
         taken, (phase, windows, blocks, block, decided) = dict(states), self
         kept = phase.cache.kept
         if kept is None:  # attention to one whole sequence has no room for others' tokens behind it

@@ -69,12 +69,18 @@ class Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """One socket. It is cut off if the head of a request takes longer than `slow_s`, or what was written is not read within it."""
+    """One socket. It is cut off if the head of a request takes longer than `slow_s`, or what was written is not read within it.
+
+    What is written goes out at once. The head of an answer and its first piece are written apart, and callers may acknowledge the
+    head only after 40 ms.
+    """
 
     limits: Limits
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        opened: socket.socket = transport.get_extra_info("socket")
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)  # asyncio leaves out sockets of protocol 0
         if len(self.connections) > self.limits.max_connections:
             self.app_state = {**self.app_state, "crowded": True}
         self._read_s = now = self.loop.time()

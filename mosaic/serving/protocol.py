@@ -125,9 +125,9 @@ def read(
     if params.n > MOST_ANSWERS:
         raise UsageError(f"n: expected at most {MOST_ANSWERS}, got {params.n}.")
     config = params.config(base, architecture)
+    resolved = resolve(config, architecture)  # which is kept, whatever the seed
     if params.seed is None:
         config = replace(config, seed=secrets.randbelow(_MOST_SEED))
-    resolved = resolve(config, architecture)
     logprobs, top = _logprobs(body, chat=chat)
     if logprobs and not decides_by_probability(resolved, architecture):
         raise UsageError("logprobs: these options commit tokens by a score that is no probability; leave them out.")
