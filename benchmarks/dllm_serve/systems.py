@@ -168,13 +168,15 @@ def beside_bytes() -> int:
 
 
 def _most_units(build: Callable[..., System], name: str, budget_bytes: int | None) -> int:
-    """Find the most units with which the first steps of the longest requests fit."""
+    """Find the most units with which the first steps of the longest requests fit, and a scheduler's steps in mixed traffic."""
     low, high = 0, 1
     while _fits(build, high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if _fits(build, middle) else (low, middle)
+    while low and not _fits(build, low, mixed=True):
+        low -= max(low // 16, 1)
     if not low:
         raise DoesNotFit(
             f"{name}: a request of {LONGEST.length:,} positions does not fit {format_bytes(budget_bytes or 0)}."
@@ -182,25 +184,23 @@ def _most_units(build: Callable[..., System], name: str, budget_bytes: int | Non
     return low
 
 
-def _fits(build: Callable[..., System], units: int) -> bool:
-    """Whether each kind of step fits: of the longest requests; and of a scheduler with these and the shortest in turn, in all
+def _fits(build: Callable[..., System], units: int, *, mixed: bool = False) -> bool:
+    """Whether each kind of step fits, of the longest requests; or of a scheduler with these and the shortest in turn, in all
     phases, of which many begin at once and are padded to the longest."""
     _collect()  # what the last one held, even where it has failed
     try:
         system = build(units=units)
-        for number in range(units):
-            system.submit(LONGEST._replace(number=number), torch.zeros(LONGEST.prompt, dtype=torch.int64))
-        while system.waiting:
+        if mixed and not isinstance(system, Scheduled):
+            return True
+        for number in range(4 * units if mixed else units):
+            asked = SHORTEST if mixed and number % 2 else LONGEST
+            system.submit(asked._replace(number=number), torch.zeros(asked.prompt, dtype=torch.int64))
+        steps = 0
+        while steps < BLOCK if mixed else system.waiting:
             system.step()
+            steps += 1
         for _ in range(3):
             system.step()
-        if isinstance(system, Scheduled):
-            system.reset()
-            for number in range(4 * units):
-                asked = SHORTEST if number % 2 else LONGEST
-                system.submit(asked._replace(number=number), torch.zeros(asked.prompt, dtype=torch.int64))
-            for _ in range(BLOCK + 3):
-                system.step()
         torch.cuda.synchronize()
         return True
     except torch.OutOfMemoryError:
