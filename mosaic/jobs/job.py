@@ -88,14 +88,16 @@ class Job(ClosesOnExit):
         self.tally = Tally()
         with ExitStack() as opening:
             file = opening.enter_context(opened(self._prompts))
+            lines = lines_of(map(self._counted, file))
             if file.seekable():  # before anything runs; of a pipe, as its lines come
                 deque(distinct(lines_of(file), self._prompts), maxlen=0)
                 file.seek(0)
+            else:
+                lines = distinct(lines, self._prompts)
             if Path(answers).exists() and Path(answers).samefile(self._prompts):
                 raise UsageError(f"'{answers}' has the requests: give another file for the answers.")
             self._answers = opening.enter_context(AnswersFile(Path(answers), self._requests.answered))
             self._size = self._prompts.stat().st_size
-            lines = distinct(lines_of(map(self._counted, file)), self._prompts)
             self._left = unanswered(lines, self._answers.answered(), self._digest, (self._prompts, Path(answers)))
             self._first = next(self._left, None)
             self._open = opening.pop_all()
