@@ -195,11 +195,9 @@ def _fits(build: Callable[..., System], units: int, *, mixed: bool = False) -> b
         for number in range(4 * units if mixed else units):
             asked = SHORTEST if mixed and number % 2 else LONGEST
             system.submit(asked._replace(number=number), torch.zeros(asked.prompt, dtype=torch.int64))
-        steps = 0
-        while steps < BLOCK if mixed else system.waiting:
+        while system.waiting and not mixed:
             system.step()
-            steps += 1
-        for _ in range(3):
+        for _ in range(BLOCK + 3 if mixed else 3):
             system.step()
         torch.cuda.synchronize()
         return True
