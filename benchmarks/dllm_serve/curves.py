@@ -25,7 +25,8 @@ def picture_of(result: Mapping[str, Any]) -> str | None:
 def write_curves(results: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     """Draw a picture for each model, traffic, card and budget, of all runs that served the same trace; return the files.
 
-    A system that ran in several of them has a curve of each; a packed loop has the colour of the published one, dashed.
+    Of a system's rate that several of them have measured, the last one holds; a packed loop has the colour of the published one,
+    dashed.
     """
     from matplotlib.figure import Figure
 
@@ -54,8 +55,11 @@ def write_curves(results: Sequence[Mapping[str, Any]], folder: Path) -> list[Pat
 
 
 def _curves(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
-    """Give each run's systems, and their points with rates in order of these."""
-    for run in runs:
-        rated = sorted((point for point in run["points"] if point.get("rate")), key=lambda point: point["rate"])
-        for system in dict.fromkeys(point["system"] for point in run["points"]):
-            yield system, [point for point in rated if point["system"] == system]
+    """Give each system of the runs, and its points with rates in order of these."""
+    found = dict[str, dict[float, Mapping[str, Any]]]()
+    for run in sorted(runs, key=lambda run: run["environment"]["recorded"]):
+        for point in run["points"]:
+            if point.get("rate"):
+                found.setdefault(point["system"], {})[point["rate"]] = point
+    for system, points in found.items():
+        yield system, [points[rate] for rate in sorted(points)]
