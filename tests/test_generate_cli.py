@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,9 +225,11 @@ def test_characters_are_never_split(text: str) -> None:
     )
 
 
-@given(st.lists(st.integers(0, 255), max_size=40))
-def test_whatever_the_bytes_the_pieces_are_the_whole(ids: list[int]) -> None:
+@given(st.lists(st.lists(st.integers(0, 255), max_size=9), max_size=9))
+def test_whatever_the_bytes_the_pieces_are_the_whole(groups: list[list[int]]) -> None:
+    ids, detokenizer = list(chain(*groups)), Detokenizer(decode_bytes)
     assert "".join(token_texts(decode_bytes, ids)) == decode_bytes(ids)
+    assert "".join(detokenizer.push(*group) for group in groups) + detokenizer.flush() == decode_bytes(ids)
 
 
 def test_the_window_that_is_decoded_stays_short() -> None:
@@ -236,8 +239,14 @@ def test_the_window_that_is_decoded_stays_short() -> None:
         lengths.append(len(ids))
         return decode_bytes(ids)
 
-    token_texts(decode, list(("日本語 text " * 200).encode()))
+    data = list(("日本語 text " * 200).encode())
+    token_texts(decode, data)
     assert max(lengths) <= 6  # two characters of three bytes
+    lengths.clear()
+    detokenizer = Detokenizer(decode)
+    for begin in range(0, len(data), 32):
+        detokenizer.push(*data[begin : begin + 32])
+    assert len(lengths) <= len(data) // 16 + 1 and sum(lengths) <= 6 * len(data)
 
 
 def test_spaces_that_a_decoder_drops_at_the_beginning_are_kept_inside() -> None:

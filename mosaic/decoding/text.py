@@ -19,9 +19,9 @@ class _Decodes(Protocol):
 
 
 class Detokenizer:
-    r"""Tokens in, text out: every call returns what its token adds, and holds back incomplete characters.
+    r"""Tokens in, text out: every call returns what its tokens add, and holds back incomplete characters.
 
-    A short window of tokens is decoded each time, from one token before the last complete character, as tokenizers change
+    They are decoded together with those of the last call, from one before the last complete character, as tokenizers change
     spaces at the beginning of what they decode. Constant cost per token for valid text.
 
     Parameters
@@ -44,9 +44,9 @@ class Detokenizer:
         self._read = 0  # tokens of the window whose text is all out
         self._out = 0  # characters of the window's text that are out
 
-    def push(self, token_id: int) -> str:
-        """Take the next token; return the text that is complete with it and was not before."""
-        self._window.append(token_id)
+    def push(self, *token_ids: int) -> str:
+        """Take the next tokens; return the text that is complete with them and was not before."""
+        self._window += token_ids
         text = self._decode(self._window)
         tail = min(len(text) - len(text.rstrip(_UNFINISHED)), _LONGEST_TAIL)
         added = text[self._out : len(text) - tail]
@@ -101,7 +101,7 @@ class TextStreamer:
             self._skips_next = False
             return
         ids = value.tolist() if hasattr(value, "tolist") else value
-        self._write("".join(self._detokenizer.push(token) for token in ids))
+        self._write(self._detokenizer.push(*ids))
 
     def end(self) -> None:
         """Write what was held back and end the line."""

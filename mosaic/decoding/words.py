@@ -39,8 +39,8 @@ class WordTokenizer(Tokenizer):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return an id for each word; nothing is put around them."""
-        words = (word.encode("utf-8", "surrogatepass") for word in text.split())
-        return [self._ids[zlib.crc32(word) % len(self._ids)] for word in words]
+        ids, count = self._ids, len(self._ids)
+        return [ids[zlib.crc32(word) % count] for word in text.encode("utf-8", "surrogatepass").split()]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the ids in decimals; special ones, too."""

@@ -53,6 +53,8 @@ _log = logging.getLogger(__name__)
 
 _CHARACTERS: Final = 4
 """A text of so many times as many characters as the longest tokens have together is too long, whatever is normalised away."""
+_SHORT: Final = 4096
+"""What is no longer is read in less time than a thread takes to begin while others are answered."""
 _NAME, _NAMES = 64, 16
 """Characters and number of the keys that a header names."""
 COMPLETIONS: Final = "/v1/completions"
@@ -119,12 +121,13 @@ class _Server:
         body = await self.body(request)
         if isinstance(body, dict):
             self._require(body.get("model"))
-        self._check_text(body)
+        length = self._check_text(body)
         url = url or (CHAT if isinstance(body, dict) and "messages" in body else COMPLETIONS)
-        return await asyncio.to_thread(
+        reading = partial(
             read, body, url, self.base, self.model.architecture, self.tokenizer, strict=self.strict, policies=self.policies,
             most_prompts=self.limits.max_waiting,
         )  # fmt: skip
+        return reading() if length <= _SHORT else await asyncio.to_thread(reading)
 
     async def plan(self, request: Request) -> Response:
         """Whether a request would fit, when, and what it would take; its body is that of a completion or a chat."""
@@ -149,13 +152,15 @@ class _Server:
         """The text of tokens by themselves, special ones included."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def _check_text(self, body: Any) -> None:
-        """Refuse text of which no tokenizer makes few enough tokens, before it is read: that may take many seconds."""
-        most = _CHARACTERS * self.engine.longest * self.tokenizer.longest_token
-        if self.engine.longest and (length := _length(body)) > most:
+    def _check_text(self, body: Any) -> int:
+        """Return the length of a body. Refuse text of which no tokenizer makes few enough tokens, before it is read: that may
+        take many seconds."""
+        length, most = _length(body), _CHARACTERS * self.engine.longest * self.tokenizer.longest_token
+        if self.engine.longest and length > most:
             raise TooLarge(
                 f"the text has {length:,} characters, no request that fits has more than {most:,}; shorten it."
             )
+        return length
 
     def _check(self, question: Question) -> None:
         """Refuse what is longer than any request that fits, before it waits."""
@@ -429,11 +434,11 @@ def name_of(model: str, described: Model) -> str:
 
 
 def _length(body: Any) -> int:
-    """Characters of all texts of a body."""
+    """Characters of all texts of a body; any other value counts as one."""
     if isinstance(body, str):
         return len(body)
-    parts = body.values() if isinstance(body, dict) else body if isinstance(body, list) else ()
-    return sum(map(_length, parts))
+    parts = body.values() if isinstance(body, dict) else body if isinstance(body, list) else None
+    return 1 if parts is None else sum(map(_length, parts))
 
 
 def _listed(keys: Sequence[str]) -> str:

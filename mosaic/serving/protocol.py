@@ -151,9 +151,12 @@ def read(
     if chat and (not is_text(prompts[0]) or isinstance(prompts[0], str)):
         raise UsageError("messages: expected a list of messages of 'role' and 'content'.")
     return Question(
-        prompts=[token_ids(one, lambda: tokenizer, which=key).tolist() for one in prompts], params=params, config=config,
-        chat=chat, stream=stream, with_usage=bool(usage.get("include_usage")), logprobs=logprobs, top_logprobs=top, frames=frames,
-        ignored=ignored,
+        prompts=[
+            tokenizer.encode(one) if isinstance(one, str) else token_ids(one, lambda: tokenizer, which=key).tolist()
+            for one in prompts
+        ],
+        params=params, config=config, chat=chat, stream=stream, with_usage=bool(usage.get("include_usage")), logprobs=logprobs,
+        top_logprobs=top, frames=frames, ignored=ignored,
     )  # fmt: skip
 
 

@@ -50,6 +50,9 @@ class AnswerText:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take further tokens; return the text that is certain with them and was not before. Tokens behind the end are left out."""
+        if not (self._stops or self._ends):
+            self.tokens += len(token_ids)
+            return self._taken(self._detokenizer.push(*token_ids))
         shown = ""
         for token in token_ids:
             if self.stopped is not None:
