@@ -130,6 +130,25 @@ def have_begun(base: str) -> int:
     return int(sum(float(line.split()[-1]) for line in get(f"{base}/metrics")[2].splitlines() if line.startswith(name)))
 
 
+def test_others_are_answered_while_a_long_prompt_is_tokenised(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, began, may_end = Tokenizer.encode, threading.Event(), threading.Event()
+
+    def slow(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        if "long" in text:
+            began.set()
+            assert may_end.wait(30), "nobody else was answered"
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+    body = {"prompt": "long " * 1000, "max_tokens": 8, "temperature": 0}
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(asked, base, body)
+        assert began.wait(30) and get(f"{base}/health")[0] == 200
+        assert asked(base, {**body, "prompt": "3+4="})[0] == 200 and not answer.done()
+        may_end.set()
+        assert answer.result(60)[0] in (200, 400)
+
+
 def test_who_does_not_read_is_cut_off_and_holds_nobody_up(base: str) -> None:
     expected = json.loads(asked(base, SHORT)[2])["choices"]
     with connected(base) as deaf:
