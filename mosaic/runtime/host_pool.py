@@ -71,9 +71,8 @@ class HostRange(PageRange):
         page_bytes: int,
         system: Linux,
         driver: CudaDriver,
-        synchronize: Callable[[], None],
     ) -> None:
-        self._registration, self._synchronize = _Registration(driver), synchronize
+        self._registration = _Registration(driver)
         self._driver = driver
         self._device_tensor: Tensor | None = None
         super().__init__(name, capacity_bytes, ledger, page_bytes, system, released="none")
@@ -130,7 +129,7 @@ class HostRange(PageRange):
         before = self._registration.size
         try:
             if before:
-                self._synchronize()
+                self._driver.synchronize()
             self._registration.drop()
             self._registration.take(end)
         except BaseException as error:
@@ -200,8 +199,6 @@ class HostPool(PagePool):
         Owner of the host's budget; a fresh one without a limit if not given.
     page_bytes
         Granularity of commits.
-    synchronize
-        Waits for all work that can touch the ranges; the driver's wait for the whole context if not given.
     system
         The calls to the operating system.
 
@@ -221,16 +218,12 @@ class HostPool(PagePool):
         ledger: DeviceLedger | None = None,
         *,
         page_bytes: int = PAGE_BYTES,
-        synchronize: Callable[[], None] | None = None,
         system: Linux | None = None,
     ) -> None:
         super().__init__(
             ledger if ledger is not None else DeviceLedger(device="host"), page_bytes=page_bytes, system=system
         )
         self._driver = driver
-        self._synchronize = synchronize if synchronize is not None else driver.synchronize
 
     def _make(self, name: str, capacity_bytes: int) -> HostRange:
-        return HostRange(
-            name, capacity_bytes, self.ledger, self.page_bytes, self._system, self._driver, self._synchronize
-        )
+        return HostRange(name, capacity_bytes, self.ledger, self.page_bytes, self._system, self._driver)
