@@ -9,7 +9,7 @@ Source: Su et al. 2021, "RoFormer". Legend: T rows, N heads, H head size, R rota
 import torch
 from torch import Tensor
 
-from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.binding import Run, in_turn, launcher
 from mosaic.kernels.shared.scratch import tiles_of
 
 
@@ -28,12 +28,7 @@ def bind(
         rows = slice(start, start + step)
         numbers = None if sequences is None else sequences[rows]
         parts.append(_bind_tile(x_TNR[rows], positions[rows], inv_freq, numbers, factor, tiles))
-
-    def run() -> None:
-        for part in parts:
-            part()
-
-    return run
+    return in_turn(parts)
 
 
 launch = launcher(bind)

@@ -119,12 +119,9 @@ class HostRange(PageRange):
         super().commit(num_bytes, populate=True)
         if self._registration.size != self.committed_bytes:  # a refused resize left less pinned
             with interrupts_held():
-                self._pin(self.committed_bytes)
+                self._attach(self.committed_bytes)
 
     def _attach(self, end: int) -> None:
-        self._pin(end)
-
-    def _pin(self, end: int) -> None:
         """Pin exactly `[0, end)`. On failure the old prefix is pinned again, now or by the next `commit`."""
         before = self._registration.size
         try:
@@ -171,9 +168,9 @@ class HostRange(PageRange):
         if end >= self.committed_bytes:
             return
         with interrupts_held():
-            self._pin(0)
+            self._attach(0)
             super().decommit(end)
-            self._pin(end)
+            self._attach(end)
 
     def close(self) -> None:
         """Give the memory back, and the addresses once no tensor views them. Closing twice is fine.
