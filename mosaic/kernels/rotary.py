@@ -35,12 +35,7 @@ launch = launcher(bind)
 
 
 def _bind_tile(
-    x_CNR: Tensor,
-    positions_C: Tensor,
-    inv_freq: Tensor,
-    sequences_C: Tensor | None,
-    factor: float,
-    tiles: list[Tensor],
+    x_CNR: Tensor, positions_C: Tensor, inv_freq: Tensor, sequences_C: Tensor | None, factor: float, tiles: list[Tensor]
 ) -> Run:
     position_C1, angle_Ch, cos_Ch, temporary_CNh, *more = (tile[: x_CNR.shape[0]] for tile in tiles)
     wide_CNR = x_CNR if x_CNR.dtype in (torch.float32, torch.float64) else more[-1]

@@ -165,14 +165,7 @@ class Planner:
         Layout(self.model.path).verify(weights, self.model.architecture)
 
     @collector_paused()
-    def plan(
-        self,
-        step: Step,
-        *,
-        solver: str = "auto",
-        config: Settings | None = None,
-        limit: bool = True,
-    ) -> Plan:
+    def plan(self, step: Step, *, solver: str = "auto", config: Settings | None = None, limit: bool = True) -> Plan:
         """Plan one step. A plan that does not fit is no error: its `fits` is False.
 
         A cut step has a plan for each of its graphs: this is the one with the most memory, `plans` gives all.
@@ -189,12 +182,7 @@ class Planner:
         return max(found, key=lambda plan: plan.total_bytes)
 
     def plans(
-        self,
-        step: Step,
-        *,
-        solver: str = "auto",
-        config: Settings | None = None,
-        limit: bool = True,
+        self, step: Step, *, solver: str = "auto", config: Settings | None = None, limit: bool = True
     ) -> list[Plan]:
         """Plan the graphs of one step, as `plan` does: one, or for a cut step its first graph, and its second for each
         row count. Each graph takes the settings of `config` that it has; a single graph must have all of them."""

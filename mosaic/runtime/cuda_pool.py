@@ -47,11 +47,7 @@ class CudaPool(RangePool):
     """
 
     def __init__(
-        self,
-        driver: CudaDriver,
-        ledger: DeviceLedger | None = None,
-        *,
-        page_bytes: int | None = None,
+        self, driver: CudaDriver, ledger: DeviceLedger | None = None, *, page_bytes: int | None = None
     ) -> None:
         if not driver.virtual_memory():
             raise RuntimeMemoryError(

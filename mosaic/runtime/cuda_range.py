@@ -71,13 +71,7 @@ class CudaRange(Range):
     """
 
     def __init__(
-        self,
-        name: str,
-        capacity_bytes: int,
-        ledger: DeviceLedger,
-        page_bytes: int,
-        driver: CudaDriver,
-        volatile: bool,
+        self, name: str, capacity_bytes: int, ledger: DeviceLedger, page_bytes: int, driver: CudaDriver, volatile: bool
     ) -> None:
         super().__init__(name, capacity_bytes, ledger, page_bytes)
         self._driver, self._volatile = driver, volatile

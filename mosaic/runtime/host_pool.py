@@ -64,13 +64,7 @@ class HostRange(PageRange):
     """
 
     def __init__(
-        self,
-        name: str,
-        capacity_bytes: int,
-        ledger: DeviceLedger,
-        page_bytes: int,
-        system: Linux,
-        driver: CudaDriver,
+        self, name: str, capacity_bytes: int, ledger: DeviceLedger, page_bytes: int, system: Linux, driver: CudaDriver
     ) -> None:
         self._registration = _Registration(driver)
         self._driver = driver
