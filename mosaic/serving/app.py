@@ -379,6 +379,8 @@ def create_app(
                 ending = error
             except MosaicError as error:
                 ending = Ending.of(error)
+            except RecursionError:
+                ending = Ending(400, "the body is nested too deeply.", "invalid_request_error")
             except Exception:
                 _log.exception("request %s has failed", request.state.note.id)
                 ending = Ending(500, "the server has failed at this request; its log says how.", "server_error")
