@@ -32,6 +32,7 @@ from mosaic.runtime.packing import PackedStep, pack_step
 from mosaic.runtime.recent import Recent
 from mosaic.runtime.request_table import RequestTable
 from mosaic.runtime.results import results_of
+from mosaic.runtime.sharing import SharedSizes
 from mosaic.runtime.state_rows import OwnedRows
 from mosaic.runtime.step_plans import Settings
 from mosaic.runtime.steps import StepRequest, StepResult
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from mosaic.planner.plan import Plan
     from mosaic.planner.planner import Planner
     from mosaic.runtime.divided import Divided
-    from mosaic.runtime.sharing import SharedSizes
 
 __all__ = ["CompiledModel", "MemoryReport", "StepOutput"]
 
@@ -232,7 +232,7 @@ class CompiledModel(Face):
 
     def sharing(self) -> SharedSizes:
         """Return a counter of the steps that the live requests of one session may share (`Shared`)."""
-        return self._engine.sharing()
+        return SharedSizes(self._engine.shared)
 
     def request_table(self) -> RequestTable:
         """Return a table for the requests of a session."""

@@ -83,7 +83,8 @@ class CudaDriver:
 
     def __init__(self, device: int = 0) -> None:
         self._cuda = cuda = bindings()
-        self._name = f"cuda:{device}"
+        self.name = f"cuda:{device}"
+        """The device as PyTorch names it."""
         try:
             self._call(cuda.cuInit(0), "start")
         except CudaError as error:
@@ -92,7 +93,7 @@ class CudaDriver:
             raise RuntimeMemoryError(f"no CUDA driver is installed ({error}); install NVIDIA's.") from error
         count = self._call(cuda.cuDeviceGetCount(), "count the devices")
         if not 0 <= device < count:
-            raise RuntimeMemoryError(f"{self._name} was asked for, {count} CUDA devices are visible, from cuda:0 on.")
+            raise RuntimeMemoryError(f"{self.name} was asked for, {count} CUDA devices are visible, from cuda:0 on.")
         self._device = self._call(cuda.cuDeviceGet(device), "open")
         self._context = self._call(cuda.cuDevicePrimaryCtxRetain(self._device), "make a context")
         self._property = cuda.CUmemAllocationProp()
@@ -103,16 +104,11 @@ class CudaDriver:
         self._access.location = self._property.location
         self._access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
-    @property
-    def name(self) -> str:
-        """The device as PyTorch names it: "cuda:0"."""
-        return self._name
-
     def _call(self, answer: tuple[Any, ...], asked: str) -> Any:
         """Check an answer of cuda-python, (error, value...), and give the value."""
         error = answer[0]
         if int(error) != 0:
-            raise CudaError(error.name, int(error), f"{asked} on {self._name}")
+            raise CudaError(error.name, int(error), f"{asked} on {self.name}")
         return answer[1] if len(answer) > 1 else None
 
     @contextmanager
@@ -196,7 +192,7 @@ class CudaDriver:
 
     def as_tensor(self, memory: object) -> Tensor:
         """View an object with `__cuda_array_interface__`, which lives as long as the tensor; uint8, as it cannot name bfloat16."""
-        return torch.as_tensor(memory, dtype=torch.uint8, device=self._name)
+        return torch.as_tensor(memory, dtype=torch.uint8, device=self.name)
 
 
 def bindings() -> Any:

@@ -170,10 +170,6 @@ class Engine:
                 raise RuntimeMemoryError(f"the {what} is closed: compile it again.")
             yield
 
-    def sharing(self) -> SharedSizes:
-        """Return a counter of the steps that the live requests of one session may share."""
-        return SharedSizes(self.shared)
-
     # --- states ---------------------------------------------------------------------------------------------------
 
     def table(self, state: State) -> RowTable:

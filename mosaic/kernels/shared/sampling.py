@@ -26,7 +26,7 @@ order, and the Gumbel number -log(-log(1 - u)) of word 0 of counter (0, 3, 0, 0)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -71,15 +71,8 @@ class RowSamples:
 
     def rows(self, start: int, end: int) -> RowSamples:
         """View the rows [start, end)."""
-        mine = slice(start, end)
-        return RowSamples(
-            keys=self.keys[mine],
-            temperature=self.temperature[mine],
-            sample=self.sample[mine],
-            sample_logit=self.sample_logit[mine],
-            score=self.score[mine],
-            tiles=self.tiles,
-        )
+        columns = ("keys", "temperature", "sample", "sample_logit", "score")
+        return replace(self, **{name: getattr(self, name)[start:end] for name in columns})
 
     @property
     def drawn(self) -> bool:

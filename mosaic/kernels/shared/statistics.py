@@ -7,7 +7,7 @@ logarithm). All in float32. Ties go to the lower index; two equal largest logits
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,16 +47,9 @@ class RowStatistics:
 
     def rows(self, start: int, end: int) -> RowStatistics:
         """View the rows [start, end)."""
-        mine = slice(start, end)
-        return RowStatistics(
-            token=self.token[mine],
-            maximum=self.maximum[mine],
-            second=self.second[mine],
-            logsumexp=self.logsumexp[mine],
-            entropy=self.entropy[mine],
-            tiles=self.tiles,
-            samples=None if self.samples is None else self.samples.rows(start, end),
-        )
+        columns = ("token", "maximum", "second", "logsumexp", "entropy")
+        samples = None if self.samples is None else self.samples.rows(start, end)
+        return replace(self, samples=samples, **{name: getattr(self, name)[start:end] for name in columns})
 
     def update(self, logits_CV: Tensor, first_column: int, exponentials_CV: Tensor) -> None:
         """Take in a tile of logits, float32, the columns from `first_column` on; tiles come in ascending order.
