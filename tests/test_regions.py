@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mosaic.planner.plan_records import PlanRecords
-from mosaic.runtime.regions import Chunk, Region, Regions
+from mosaic.planner.plan_records import PlanRecords, PlanRegion
+from mosaic.runtime.regions import Chunk, Regions
 
 Row = dict[str, Any]
 NO_BARRIER: Row = {"name": "b", "region": None, "start": 0, "end": 1, "inputs": [], "outputs": [], "carried": []}
@@ -46,8 +46,7 @@ def document(seed: int) -> tuple[int, dict[str, Row], Regions]:
     row_of = {row["name"]: row for row in rows}
     loops = [{**row, "knob": "k"} for row in rows]
     regions = Regions(PlanRecords({"regions": loops, "barriers": [*barriers, NO_BARRIER]}))
-    held = {barrier["region"]: frozenset(barrier["carried"]) for barrier in barriers}
-    assert regions.by_name == {name: Region(**row, carried=held.get(name, frozenset())) for name, row in row_of.items()}
+    assert regions.by_name == {name: PlanRegion(**row, knob="k") for name, row in row_of.items()}
     return ops, row_of, regions
 
 
@@ -105,7 +104,7 @@ def test_iterations_are_what_a_loop_over_rows_runs(seed: int) -> None:
 
 
 def test_regions_and_chunks_are_frozen_keyword_only_and_slotted() -> None:
-    for kind in (Region, Chunk):
+    for kind in (PlanRegion, Chunk):
         assert all(p.kind is p.KEYWORD_ONLY for p in signature(kind).parameters.values())
         assert kind.__slots__ == tuple(field.name for field in fields(kind))
     chunk = Chunk(index=0, start=0, end=1)

@@ -116,10 +116,8 @@ def generate(
     described = scaled(load(model), rope_scaling)
     chat = model in SHIPPED if chat is None else chat
     dtype = dtype or own_dtype(model, device)
-    opened = partial(
-        _compiled, described, device=device, budget=budget, host_budget=host_budget, dtype=dtype, threads=threads,
-        batch_invariant=batch_invariant, seed=asked.seed,
-    )  # fmt: skip
+    limits = {"device": device, "budget": budget, "host_budget": host_budget, "batch_invariant": batch_invariant}
+    opened = partial(_compiled, described, **limits, dtype=dtype, threads=threads, seed=asked.seed)
     if prompts is not None:
         answer_file(
             described, opened, asked, prompts=prompts, out=out, chat=chat, ordered=not as_finished, skips=skip_bad_lines,
@@ -136,10 +134,9 @@ def generate(
         )
     job = _Job(
         model=described, opened=opened, tokenizer=tokenizer, prompt_ids=prompt_ids, asked=config,
-        config=resolve(config, described.architecture), chat=chat, device=device, budget=budget, host_budget=host_budget,
-        dtype=dtype, batch_invariant=batch_invariant,
+        config=resolve(config, described.architecture), chat=chat, device=device,
     )  # fmt: skip
-    for warning in _outlook(job):
+    for warning in _outlook(job, dtype, limits):
         note(warning)
     if as_json:
         print_json(_document(job, *_decode(job)))
@@ -201,19 +198,15 @@ def _encode(text: str, tokenizer: Tokenizer | None, chat: bool, model: Model) ->
     return list(text.encode("utf-8", errors="surrogateescape"))
 
 
-def _outlook(job: _Job) -> list[str]:
+def _outlook(job: _Job, dtype: str | None, limits: dict[str, Any]) -> list[str]:
     """Warnings about a large model before it is loaded; none for a small one."""
     from mosaic.cli.outlook import LARGE, available_bytes, outlook
     from mosaic.planner import Planner, Request
 
     if job.model.architecture.parameters < LARGE:
         return []
-    model = job.model if job.dtype is None else job.model.with_dtype(job.dtype)
     tokens = len(job.prompt_ids) + job.config.gen_length
-    planner = Planner(
-        model, device=job.device, budget=job.budget, host_budget=job.host_budget,
-        batch_invariant=job.batch_invariant,
-    )  # fmt: skip
+    planner = Planner(job.model if dtype is None else job.model.with_dtype(dtype), **limits)
     plan = planner.plan(Request(seq_lens=(tokens,), masked=job.config.gen_length), limit=False)
     steps, _ = _totals(job.config, len(job.prompt_ids))
     memory = available_bytes() if planner.device.backend == "cpu" else None
@@ -235,10 +228,6 @@ class _Job:
     config: GenerationConfig
     chat: bool
     device: str
-    budget: str | None
-    host_budget: str | None
-    dtype: str | None
-    batch_invariant: bool
 
 
 def _compiled(model: Model, **options: Any) -> CompiledModel:

@@ -7,6 +7,7 @@ iteration, if it rotates, is carried, or is touched by side ops of the loop: ite
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -14,8 +15,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from mosaic.planner.plan_records import PlanBuffer, PlanRecords
-from mosaic.runtime.regions import Region, Regions
+from mosaic.planner.plan_records import PlanBuffer, PlanRecords, PlanRegion
+from mosaic.runtime.regions import Regions
 from mosaic.runtime.streams import MAIN
 from mosaic.runtime.views import Views
 
@@ -40,7 +41,7 @@ class Times:
     starts: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, list[int]] = field(default_factory=dict)
 
-    def inside(self, region: Region) -> Times:
+    def inside(self, region: PlanRegion) -> Times:
         """Keep the times strictly inside a region; times on its borders are filled once, outside of the loop."""
         return Times(
             *(
@@ -65,10 +66,14 @@ class Poison:
         self._buffers = records.buffers
         self._peak_bytes = records.peak_bytes
         self._regions, self._views = regions, views
-        self._beside: dict[str | None, set[int]] = {}
+        self._outliving: defaultdict[str | None, set[int]] = defaultdict(
+            set
+        )  # by loop: values that outlive an iteration
+        for barrier in records.barriers:
+            self._outliving[barrier.region].update(barrier.carried)
         for op in records.ops:
             if op.stream != MAIN:
-                self._beside.setdefault(op.region, set()).update(op.operands.values())
+                self._outliving[op.region].update(op.operands.values())
         self._times: dict[str | None, Times] = {}
         self._find_times()
 
@@ -123,8 +128,7 @@ class Poison:
         start, end = min(record.start for record in group), max(record.end for record in group)
         while home is not None:
             region = self._regions[home]
-            outlives = region.carried | self._beside.get(home, set())
-            if root.rotate == 1 and not any(record.id in outlives for record in group):
+            if root.rotate == 1 and not any(record.id in self._outliving[home] for record in group):
                 break
             home, start, end = region.parent, min(start, region.start), max(end, region.end)
         return home, start, end

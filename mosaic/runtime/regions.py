@@ -6,22 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from mosaic.planner.plan_records import PlanRecords
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
-    """A loop over ops [start, end); `carried` buffers hand values from one iteration to the next."""
-
-    name: str
-    parent: str | None
-    dim: str
-    start: int
-    end: int
-    rows: int
-    extent: int
-    count: int
-    carried: frozenset[int]
+from mosaic.planner.plan_records import PlanRecords, PlanRegion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,35 +26,18 @@ class Regions:
     """The regions of a plan by name, and their nesting. None stands for the step itself."""
 
     def __init__(self, records: PlanRecords) -> None:
-        carried: dict[str, frozenset[int]] = {}
-        for barrier in records.barriers:
-            if barrier.region is not None:
-                carried[barrier.region] = frozenset(barrier.carried)
-        self.by_name = {
-            entry.name: Region(
-                carried=carried.get(entry.name, frozenset()),
-                name=entry.name,
-                parent=entry.parent,
-                dim=entry.dim,
-                start=entry.start,
-                end=entry.end,
-                rows=entry.rows,
-                extent=entry.extent,
-                count=entry.count,
-            )
-            for entry in records.regions
-        }
+        self.by_name = {region.name: region for region in records.regions}
         self._chains: dict[str, tuple[str, ...]] = {}
         self._chunks: dict[tuple[int, int, int], tuple[Chunk, ...]] = {}
-        self._children: dict[str | None, dict[int, Region]] = {}
+        self._children: dict[str | None, dict[int, PlanRegion]] = {}
         for region in self.by_name.values():
             self._children.setdefault(region.parent, {})[region.start] = region
 
-    def __getitem__(self, name: str) -> Region:
+    def __getitem__(self, name: str) -> PlanRegion:
         """Fetch a region by name."""
         return self.by_name[name]
 
-    def children(self, name: str | None) -> Mapping[int, Region]:
+    def children(self, name: str | None) -> Mapping[int, PlanRegion]:
         """Give the loops directly inside, by their first op."""
         return self._children.get(name, {})
 
@@ -95,7 +63,7 @@ class Regions:
         loop = self.by_name[inner[-1]]
         return loop.start, loop.end
 
-    def iterations(self, region: Region, outer: Chunks) -> tuple[Chunk, ...]:
+    def iterations(self, region: PlanRegion, outer: Chunks) -> tuple[Chunk, ...]:
         """Give the iterations of a region; the last one has the rest. Equal iterations are the same object.
 
         A loop inside a loop over the same dim divides the rows of the outer iteration; its chunks count from its start.

@@ -16,13 +16,13 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from mosaic.errors import PlanFormatError, UnknownName
 from mosaic.kernels.binding import check, kernel_of, launcher_of
-from mosaic.planner.plan_records import PlanOp, PlanRecords
+from mosaic.planner.plan_records import PlanOp, PlanRecords, PlanRegion
 from mosaic.registrar.operator import Implementation, Operator
 from mosaic.registrar.operators import find
 from mosaic.runtime.opening import refuse_other_cards
 from mosaic.runtime.ordering import Body, Signal, bodies_of
 from mosaic.runtime.poison import Fill, Poison, Times
-from mosaic.runtime.regions import Chunks, Region, Regions
+from mosaic.runtime.regions import Chunks, Regions
 from mosaic.runtime.streams import MAIN, CudaStreams
 from mosaic.runtime.views import Column, Loop, SliceOf, Views
 
@@ -165,7 +165,7 @@ class Unroller:
             self._record(body, index, of_main=False)
         self._fill(due.ends.get(end, ()), "end", end - 1)
 
-    def _loop(self, region: Region, chunks: Chunks, inherited: Times) -> None:
+    def _loop(self, region: PlanRegion, chunks: Chunks, inherited: Times) -> None:
         body, iterations = self._body(region.name), self._regions.iterations(region, chunks)
         self._enter(body, region.start)
         if self._regions.children(region.name) or (self._streams is None and len(iterations) <= _FEW):

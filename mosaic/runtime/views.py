@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from mosaic.errors import UsageError
-from mosaic.planner.plan_records import PlanBuffer, PlanRecords
-from mosaic.runtime.regions import Chunk, Chunks, Region, Regions
+from mosaic.planner.plan_records import PlanBuffer, PlanRecords, PlanRegion
+from mosaic.runtime.regions import Chunk, Chunks, Regions
 from mosaic.runtime.workspace import Workspace, torch_dtype
 
 
@@ -25,7 +25,7 @@ class SliceOf(NamedTuple):
 class Loop(NamedTuple):
     """An innermost loop, bound for all of its iterations at once."""
 
-    region: Region
+    region: PlanRegion
     chunks: tuple[Chunk, ...]
 
 
