@@ -214,9 +214,8 @@ class _Server:
                             yield _event(reply.frame(index, frame))
                         if reason is not None:
                             yield _event(reply.piece(index, reason=reason))
-                except MosaicError as error:
-                    ending = Ending.of(error)
-                    request.state.note.error = ending.kind
+                except Exception as error:
+                    ending = _ending(error, request.state.note)
                     yield _event(error_body(ending.message, ending.kind, ending.status))
             if reply.question.with_usage:
                 yield _event(reply.last(answers.usage))
@@ -375,15 +374,9 @@ def create_app(
                 if answer not in (health, metrics):  # those who watch a server are not turned away
                     server.gate.admit(request)
                 return await answer(request)
-            except Ending as error:
-                ending = error
-            except MosaicError as error:
-                ending = Ending.of(error)
-            except Exception:
-                _log.exception("request %s has failed", request.state.note.id)
-                ending = Ending(500, "the server has failed at this request; its log says how.", "server_error")
+            except Exception as error:
+                ending = _ending(error, request.state.note)
             server.metrics.refused(ending.reason)
-            request.state.note.error = ending.kind
             return ending.response()
 
         app.add_api_route(path, answered, methods=[method], name=path, response_model=None, **more)
@@ -439,6 +432,17 @@ def _length(body: Any) -> int:
         return len(body)
     parts = body.values() if isinstance(body, dict) else body if isinstance(body, list) else None
     return 1 if parts is None else sum(map(_length, parts))
+
+
+def _ending(error: Exception, note: Note) -> Ending:
+    """What an error means to the caller; one that nobody expects is logged."""
+    if isinstance(error, MosaicError):
+        error = Ending.of(error)
+    elif not isinstance(error, Ending):
+        _log.error("request %s has failed", note.id, exc_info=error)
+        error = Ending(500, "the server has failed at this request; its log says how.", "server_error")
+    note.error = error.kind
+    return error
 
 
 def _listed(keys: Sequence[str]) -> str:
