@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -10,10 +12,17 @@ import pytest
 from fastapi.testclient import TestClient
 from test_server_protocol import MODEL, Hasty
 
+from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.serving import EngineOptions, Limits
 from mosaic.serving.app import create_app
 
 LIMITS = Limits(timeout_s=1.0)
+
+
+class Short(Hasty):
+    """An engine whose longest request has few positions."""
+
+    longest = 64
 
 
 class Broken(Hasty):
@@ -58,3 +67,31 @@ def test_an_error_of_ours_is_answered_at_once() -> None:
     pieces = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
     assert pieces[0]["choices"][0]["text"] == "o" and pieces[-1]["error"]["code"] == 500
     assert streamed.text.endswith("data: [DONE]\n\n") and "secret" not in streamed.text
+
+
+def test_a_long_stop_string_takes_no_longer_than_a_short_one() -> None:
+    began = time.monotonic()
+    found = client_of(Hasty()).post("/v1/completions", json={"prompt": "a", "stop": "one" + " two" * 200_000})
+    assert found.json()["choices"][0]["text"] == "one two three four" and time.monotonic() - began < 1
+
+
+def test_more_tokens_than_a_request_may_have_are_not_decoded() -> None:
+    client = client_of(Short())
+    assert client.post("/detokenize", json={"tokens": [102] * 64}).status_code == 200
+    status, kind, said = error_of(client.post("/detokenize", json={"tokens": [102] * 65}))
+    assert (status, kind) == (400, "invalid_request_error") and "65 tokens" in said and "64" in said
+
+
+def test_texts_of_single_tokens_are_made_while_others_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, loops = Tokenizer.decode, list[Any]()
+
+    def noted(self: Tokenizer, token_ids: Any, **options: Any) -> str:
+        try:
+            loops.append(asyncio.get_running_loop())
+        except RuntimeError:
+            loops.append(None)
+        return decode(self, token_ids, **options)
+
+    monkeypatch.setattr(Tokenizer, "decode", noted)
+    found = client_of(Hasty()).post("/tokenize", json={"prompt": "one two", "return_token_strs": True}).json()
+    assert "".join(found["token_strs"]) == "one two" and {*loops} == {None}

@@ -234,11 +234,12 @@ class _Server:
         if not isinstance(body, dict) or ("prompt" in body) == ("messages" in body):
             raise UsageError("give either 'prompt', a text, or 'messages'.")
         self._check_text(body)
-        ids = await asyncio.to_thread(self._ids, body)
-        found: dict[str, Any] = {"count": len(ids), "max_model_len": self.engine.longest, "tokens": ids}
-        if body.get("return_token_strs"):
-            found["token_strs"] = [self.decode([one]) for one in ids]
-        return JSONResponse(found)
+        return JSONResponse(await asyncio.to_thread(self._tokens, body))
+
+    def _tokens(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        ids = self._ids(body)
+        strings = {"token_strs": [self.decode([one]) for one in ids]} if body.get("return_token_strs") else {}
+        return {"count": len(ids), "max_model_len": self.engine.longest, "tokens": ids, **strings}
 
     def _ids(self, body: Mapping[str, Any]) -> list[int]:
         if isinstance(prompt := body.get("prompt"), str):
@@ -251,7 +252,9 @@ class _Server:
         self.gate.allow(request)
         body = await self.body(request)
         ids = body.get("tokens") if isinstance(body, dict) else None
-        most = self.model.architecture.vocabulary
+        most, longest = self.model.architecture.vocabulary, self.engine.longest
+        if isinstance(ids, list) and longest and len(ids) > longest:
+            raise TooLarge(f"tokens: {len(ids):,} tokens, no request that fits has more than {longest:,}; send fewer.")
         if not isinstance(ids, list) or not all(is_integer(one) and 0 <= one < most for one in ids):
             raise UsageError(f"tokens: expected a list of token ids, from 0 to {most - 1:,}.")
         return JSONResponse({"prompt": self.decode(ids)})
