@@ -12,6 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 from test_server_protocol import MODEL, Hasty
 
+from mosaic.decoding import GenerationConfig
 from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.serving import EngineOptions, Limits
 from mosaic.serving.app import create_app
@@ -34,9 +35,9 @@ class Broken(Hasty):
             raise RuntimeError("a secret of ours")
 
 
-def client_of(engine: Hasty) -> TestClient:
-    asks = cast(Any, engine)
-    return TestClient(create_app(MODEL, "m", EngineOptions(model="small-sdar"), LIMITS, engine=lambda *_: asks))
+def client_of(engine: Hasty, **base: Any) -> TestClient:
+    asks, options = cast(Any, engine), EngineOptions(model="small-sdar", base=GenerationConfig(**base))
+    return TestClient(create_app(MODEL, "m", options, LIMITS, engine=lambda *_: asks))
 
 
 def error_of(found: Any) -> tuple[int, str, str]:
@@ -95,3 +96,16 @@ def test_texts_of_single_tokens_are_made_while_others_are_answered(monkeypatch: 
     monkeypatch.setattr(Tokenizer, "decode", noted)
     found = client_of(Hasty()).post("/tokenize", json={"prompt": "one two", "return_token_strs": True}).json()
     assert "".join(found["token_strs"]) == "one two" and {*loops} == {None}
+
+
+def test_only_requests_with_the_servers_own_policies_are_measured_by_its_longest() -> None:
+    """With others a longer one may fit, which the engine knows."""
+    client = client_of(Short(), attention="mage")
+    for more, status in (
+        ({}, 400),
+        ({"attention": "mage"}, 400),
+        ({"attention": "quest"}, 200),
+        ({"eviction": "focus"}, 200),
+    ):
+        found = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 64, **more})
+        assert found.status_code == status, found.text

@@ -18,6 +18,7 @@ from mosaic.decoding.tokenizer import Tokenizer, has_tokenizer
 from mosaic.decoding.words import WordTokenizer
 from mosaic.errors import MissingExtra, MosaicError, UsageError
 from mosaic.models import Model
+from mosaic.models.policies.registry import POLICIES
 from mosaic.serving import openapi
 from mosaic.serving.answers import Answers, Piece
 from mosaic.serving.endings import Ending
@@ -163,10 +164,11 @@ class _Server:
         return length
 
     def _check(self, question: Question) -> None:
-        """Refuse what is longer than any request that fits, before it waits."""
-        longest = self.engine.longest
-        length = max(map(len, question.prompts)) + question.config.gen_length
-        if longest and length > longest:
+        """Refuse what is longer than any request with the policies of `base` that fits; others are refused by the engine."""
+        longest, config = self.engine.longest, question.config
+        length = max(map(len, question.prompts)) + config.gen_length
+        own = all(getattr(config, name) == getattr(self.base, name) for name in POLICIES)
+        if own and longest and length > longest:
             raise TooLarge(
                 f"prompt and answer take {length:,} positions, the largest request that fits has {longest:,}; shorten the prompt, "
                 "or ask for fewer tokens."
