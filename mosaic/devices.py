@@ -212,7 +212,6 @@ def _card(
     attention: float = 0.55,
     link: float = 24.8e9,
     context: int = _CONTEXT,
-    source: str = "data sheet; total as the driver shows it",
 ) -> Device:
     """A card's profile from its data sheet, by rule of thumb.
 
@@ -238,14 +237,8 @@ def _card(
         },
         host_link=link,
         context_bytes=context,
-        source=source,
+        source="data sheet; total as the driver shows it",
     )
-
-
-def _calibrated(name: str) -> Device:
-    """A measured card: the file that `mosaic calibrate` wrote on it."""
-    path = Path(__file__).parent / "profiles" / f"{name}.toml"
-    return Device(**tomllib.loads(path.read_text(encoding="utf-8")))
 
 
 CPU: Final = Device(
@@ -265,7 +258,8 @@ CPU: Final = Device(
     source="rule of thumb for a small machine",
 )
 
-_HOPPER: Final = _calibrated("h200")
+_HOPPER: Final = Device(**tomllib.loads((Path(__file__).parent / "profiles/h200.toml").read_text(encoding="utf-8")))
+"""A measured card: the file that `mosaic calibrate` wrote on it."""
 
 DEVICES: Final[Mapping[str, Device]] = {
     device.name: device

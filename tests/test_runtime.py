@@ -287,7 +287,7 @@ def test_views_share_memory_at_their_offsets() -> None:
 
 
 def test_host_memory_of_a_cpu_is_ordinary_and_outside_its_budget() -> None:
-    with Workspace(DeviceLedger(MIB)) as workspace:
+    with Workspace(pool=PagePool(DeviceLedger(MIB))) as workspace:
         workspace.resize_all({"workspace": MIB, "host": 2 * MIB})
         view = workspace.view("host", MIB, (4,), "int64", on_device=True).fill_(3)
         assert torch.equal(workspace.view("host", MIB, (4,), "int64"), view)
@@ -298,7 +298,7 @@ def test_host_memory_of_a_cpu_is_ordinary_and_outside_its_budget() -> None:
 
 
 def test_several_pools_resize_in_an_order_that_fits() -> None:
-    with Workspace(DeviceLedger(3 * MIB)) as workspace:
+    with Workspace(pool=PagePool(DeviceLedger(3 * MIB))) as workspace:
         workspace.resize_all({"workspace": 2 * MIB, "state": MIB})
         workspace.resize_all({"workspace": MIB // 2, "state": 2 * MIB})
         workspace.resize_all({"workspace": 2 * MIB, "state": MIB})
@@ -319,7 +319,7 @@ def test_views_beyond_the_commit_or_misaligned_are_refused() -> None:
 
 
 def test_pools_are_ranges_of_their_own_in_one_budget() -> None:
-    with Workspace(DeviceLedger(3 * MIB), capacities={"state": 2 * MIB}) as workspace:
+    with Workspace(pool=PagePool(DeviceLedger(3 * MIB)), capacities={"state": 2 * MIB}) as workspace:
         workspace.resize("workspace", MIB)
         workspace.resize("state", MIB)
         assert workspace.range("state").capacity_bytes == 2 * MIB

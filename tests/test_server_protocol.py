@@ -267,6 +267,17 @@ class Silent(Hasty):
             self.left += 1
 
 
+@pytest.mark.parametrize("key", ["attention", "stop", "prompt"])
+def test_no_depth_of_a_body_is_the_servers_failure(key: str) -> None:
+    engine = cast(Any, Silent())
+    client = TestClient(create_app(MODEL, "m", EngineOptions(model="small-sdar"), engine=lambda *_: engine))
+    for depth in (*range(1, 900, 100), *range(900, 1000, 3), 100_000):
+        text = f'{{"{key}": {"[" * depth}{"]" * depth}, "messages": []}}'
+        for path in ("completions", "chat/completions"):
+            found = client.post(f"/v1/{path}", content=text)
+            assert (found.status_code, found.json()["error"]["type"]) == (400, "invalid_request_error"), depth
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_leaves_before_there_is_anything_to_send_is_cancelled(stream: bool) -> None:
     silent, sent = Silent(), list[Any]()

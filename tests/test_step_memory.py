@@ -13,6 +13,7 @@ from mosaic.errors import DoesNotFit
 from mosaic.planner.plan import Plan
 from mosaic.planner.plan_records import PlanRecords
 from mosaic.runtime.ledger import DeviceLedger
+from mosaic.runtime.page_pool import PagePool
 from mosaic.runtime.state_rows import OwnedRows, RowTable
 from mosaic.runtime.step_memory import StepMemory
 from mosaic.runtime.workspace import Workspace
@@ -127,9 +128,8 @@ class Model:
 def test_steps_keep_what_earlier_ones_needed_where_there_is_room(seed: int) -> None:
     budget = 12 + seed % 30
     ledger = DeviceLedger(budget_bytes=budget * PAGE)
-    with Workspace(
-        ledger, capacities=dict.fromkeys((*OTHERS, "state/kv", "state/ssm"), 256 * PAGE), page_bytes=PAGE
-    ) as w:
+    pool = PagePool(ledger, page_bytes=PAGE)
+    with Workspace(pool=pool, capacities=dict.fromkeys((*OTHERS, "state/kv", "state/ssm"), 256 * PAGE)) as w:
         model = Model(seed, w, budget)
         for _ in range(25):
             action = model.rng.choice(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from mosaic.errors import RuntimeMemoryError
+from mosaic.runtime.page_pool import PagePool
 from mosaic.runtime.workspace import Workspace
 
 PAGE = 1 << 14
@@ -15,7 +16,7 @@ CAPACITIES = dict.fromkeys(("workspace", "host"), 64 * PAGE)
 
 @pytest.mark.parametrize("pool", ["workspace", "host"])
 def test_host_and_device_commit_whole_pages_of_one_size(pool: str) -> None:
-    with Workspace(page_bytes=PAGE, capacities=CAPACITIES) as workspace:
+    with Workspace(pool=PagePool(page_bytes=PAGE), capacities=CAPACITIES) as workspace:
         workspace.resize(pool, 1)
         assert workspace.committed_bytes() == {pool: PAGE}
         assert workspace.host is not None and workspace.host.ledger.device == "host"
@@ -38,7 +39,7 @@ GROWTHS: list[Callable[[Workspace, bool], None]] = [
 def test_memory_is_touched_at_once_where_asked_and_holes_are_none(
     grow: Callable[[Workspace, bool], None], populate: bool
 ) -> None:
-    with Workspace(page_bytes=PAGE, capacities=CAPACITIES) as workspace:
+    with Workspace(pool=PagePool(page_bytes=PAGE), capacities=CAPACITIES) as workspace:
         grow(workspace, populate)
         assert workspace.committed_bytes() == {"workspace": 3 * PAGE}
         assert workspace.range("workspace").end_bytes == 4 * PAGE
@@ -47,14 +48,14 @@ def test_memory_is_touched_at_once_where_asked_and_holes_are_none(
 
 @pytest.mark.parametrize("shrink", ["resize_all", "trim_all"])
 def test_holes_are_given_back(shrink: str) -> None:
-    with Workspace(page_bytes=PAGE, capacities=CAPACITIES) as workspace:
+    with Workspace(pool=PagePool(page_bytes=PAGE), capacities=CAPACITIES) as workspace:
         workspace.resize("workspace", 4 * PAGE)
         getattr(workspace, shrink)({"workspace": 3 * PAGE}, holes={"workspace": [(PAGE, 2 * PAGE)]})
         assert workspace.committed_bytes() == {"workspace": 2 * PAGE}
 
 
 def test_a_view_of_the_first_bytes_of_a_range_and_none_before() -> None:
-    with Workspace(page_bytes=PAGE, capacities=CAPACITIES) as workspace:
+    with Workspace(pool=PagePool(page_bytes=PAGE), capacities=CAPACITIES) as workspace:
         workspace.resize("workspace", PAGE)
         assert workspace.view("workspace", 0, (PAGE,), "uint8").numel() == PAGE
         for offset in (-1, 1):

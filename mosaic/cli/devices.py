@@ -44,19 +44,15 @@ def devices(
     elif any(option is not None for option in request):
         raise UsageError("--model, --ctx and the other options of a request go with --fits.")
     else:
-        rows = _profiles()
+        from mosaic.devices import DEVICES
+
+        rows = [profile(device) for device in DEVICES.values()]
     if as_json:
         print_json(rows)
     else:
         _print(rows)
     if fits and not any(row["fits"] for row in rows):
         raise typer.Exit(3)
-
-
-def _profiles() -> list[dict[str, Any]]:
-    from mosaic.devices import DEVICES
-
-    return [profile(device) for device in DEVICES.values()]
 
 
 def profile(device: Device) -> dict[str, Any]:

@@ -144,7 +144,8 @@ def generate(
     if as_json:
         print_json(_document(job, *_decode(job)))
         return
-    terminal, drawn = sys.stdout.isatty(), _is_drawn()
+    terminal = sys.stdout.isatty()
+    drawn = terminal and os.environ.get("TERM") != "dumb"  # without colour every state still has its cue
     if no_live:
         found, record, _ = _decode(job, streamer=TextStreamer(_Shown(tokenizer), skip_prompt=True))
     else:
@@ -342,11 +343,6 @@ def _lines(job: _Job, record: Record) -> View:
 
 
 # --- what comes out ---------------------------------------------------------------------------------------------------
-
-
-def _is_drawn() -> bool:
-    """Whether stdout is a terminal to draw in; without colour every state still has its cue."""
-    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 class _Shown:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from mosaic.cli.output import note
@@ -105,9 +104,7 @@ class LiveView:
         self._live.start(refresh=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -133,9 +130,7 @@ class Lines:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         sys.stderr.flush()
 
     def __call__(self, step: Step) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -174,7 +175,7 @@ def _options(kind: str, text: str | None) -> Any:
 def _report_misfit(made: Plan, reason: Any, retention: float | None, as_json: bool, explain: bool) -> None:
     if as_json:
         of_cache = {} if retention is None else {"largest_retention": retention}
-        print_json({**made.document, "misfit": {**reason.as_dict(), **of_cache}})
+        print_json({**made.document, "misfit": {**asdict(reason), **of_cache}})
         return
     report_plan(made.document, False, explain)
     results().print()

@@ -29,16 +29,7 @@ if TYPE_CHECKING:
     from mosaic.models.architecture import Architecture
     from mosaic.models.state import State
 
-__all__ = [
-    "COMMIT",
-    "Canvas",
-    "Decision",
-    "Sampling",
-    "Shapes",
-    "Steps",
-    "cached_shape",
-    "whole_blocks",
-]
+__all__ = ["COMMIT", "Canvas", "Decision", "Sampling", "Shapes", "Steps", "cached_shape", "whole_blocks"]
 
 Steps: TypeAlias = Generator[StepRequest, StepResult, None]
 Shapes: TypeAlias = Sequence[StepSize | None]

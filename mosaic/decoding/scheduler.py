@@ -218,7 +218,7 @@ class Scheduler:
     def foresee(self, rows: Sequence[TableRow], requests: int) -> int:
         """Plan steps from now on for `requests` requests like any of these, with as many positions as fit; return for how many of
         their length these are enough."""
-        self._ready = self._table.expect_graphs()
+        self._ready = self._table.engine.expect_graphs()
         self._table.expect(max(row.keys for row in rows))
         for row in rows:
             self._rooms.clear()

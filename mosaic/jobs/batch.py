@@ -13,7 +13,7 @@ from mosaic.jobs.lines import Answered
 from mosaic.jobs.names import NAMES, own_names
 from mosaic.jobs.sampling import CompletionOutput, SamplingParams
 
-__all__ = ["CHAT", "KEYS", "URLS", "answer_line", "answered", "check", "parameters"]
+__all__ = ["CHAT", "KEYS", "OPTIONS", "URLS", "answer_line", "answered", "check", "parameters"]
 
 CHAT: Final = "/v1/chat/completions"
 URLS: Final = ("/v1/completions", CHAT)
@@ -24,7 +24,9 @@ _OF_CALLER: Final = frozenset({
     "model", "prompt", "messages", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"
 })  # fmt: skip
 """Keys of a body that change no answer, and the prompt."""
-KEYS: Final = _PARAMS | _OPTIONS | _OF_CALLER | {*NAMES, "vllm_xargs", "stream"}
+OPTIONS: Final = _PARAMS | _OPTIONS | {*NAMES, "vllm_xargs", "stream"}
+"""Keys that `parameters` reads."""
+KEYS: Final = OPTIONS | _OF_CALLER
 """All keys of a body that have a meaning."""
 
 

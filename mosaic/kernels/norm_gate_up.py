@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mosaic.kernels import silu_mul
 from mosaic.kernels.norm_qkv import bind_rows
-from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.binding import Run, in_turn, launcher
 from mosaic.kernels.shared.norm import normalise_reference
 from mosaic.kernels.shared.product import product
 from mosaic.kernels.shared.scratch import tiles_of
@@ -18,18 +18,12 @@ def bind(
 ) -> Run:
     """Write silu(h @ gate.T) * (h @ up.T) into y [T, F]."""
     other, h, norms, products = tiles_of("norm_gate_up", scratch, {"x": x, "gate": gate})
-    parts = [
+    return in_turn([
         bind_rows(x, norm, h, eps, norms),
         product(h, gate, y, products, kernel="norm_gate_up"),
         product(h, up, other, products, kernel="norm_gate_up"),
         silu_mul.bind(gate=y, up=other),
-    ]
-
-    def run() -> None:
-        for part in parts:
-            part()
-
-    return run
+    ])  # fmt: skip
 
 
 launch = launcher(bind)

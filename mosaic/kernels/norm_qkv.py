@@ -6,7 +6,7 @@ queries and of keys, A counts.
 
 from torch import Tensor
 
-from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.binding import Run, in_turn, launcher
 from mosaic.kernels.shared.norm import bind_norm, normalise_reference
 from mosaic.kernels.shared.product import product
 from mosaic.kernels.shared.scratch import carve, dtype_name, tiles_of
@@ -20,18 +20,12 @@ def bind(
 ) -> Run:  # fmt: skip
     """Write q [T, Q], k and v [T, K]."""
     h, norms, products = tiles_of("norm_qkv", scratch, {"x": x})
-    parts = [
+    return in_turn([
         bind_rows(x, norm, h, eps, norms),
         product(h, q_weight, q, products, kernel="norm_qkv", bias_O=q_bias),
         product(h, k_weight, k, products, kernel="norm_qkv", bias_O=k_bias),
         product(h, v_weight, v, products, kernel="norm_qkv", bias_O=v_bias),
-    ]
-
-    def run() -> None:
-        for part in parts:
-            part()
-
-    return run
+    ])  # fmt: skip
 
 
 launch = launcher(bind)

@@ -9,7 +9,7 @@ Source: Su et al. 2021, "RoFormer". Legend: T rows, N heads, H head size, R rota
 import torch
 from torch import Tensor
 
-from mosaic.kernels.shared.binding import Run, launcher
+from mosaic.kernels.shared.binding import Run, in_turn, launcher
 from mosaic.kernels.shared.scratch import tiles_of
 
 
@@ -28,24 +28,14 @@ def bind(
         rows = slice(start, start + step)
         numbers = None if sequences is None else sequences[rows]
         parts.append(_bind_tile(x_TNR[rows], positions[rows], inv_freq, numbers, factor, tiles))
-
-    def run() -> None:
-        for part in parts:
-            part()
-
-    return run
+    return in_turn(parts)
 
 
 launch = launcher(bind)
 
 
 def _bind_tile(
-    x_CNR: Tensor,
-    positions_C: Tensor,
-    inv_freq: Tensor,
-    sequences_C: Tensor | None,
-    factor: float,
-    tiles: list[Tensor],
+    x_CNR: Tensor, positions_C: Tensor, inv_freq: Tensor, sequences_C: Tensor | None, factor: float, tiles: list[Tensor]
 ) -> Run:
     position_C1, angle_Ch, cos_Ch, temporary_CNh, *more = (tile[: x_CNR.shape[0]] for tile in tiles)
     wide_CNR = x_CNR if x_CNR.dtype in (torch.float32, torch.float64) else more[-1]

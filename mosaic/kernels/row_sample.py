@@ -21,7 +21,7 @@ def bind(
 ) -> Run:  # fmt: skip
     """Write the statistics and the samples of the rows of logits [C, V]."""
     state = RowStatistics.with_samples(
-        "row_sample", logits.shape[0], scratch, {"logits": logits}, keys=keys, temperature=temperature, sample=sample,
+        "row_sample", scratch, {"logits": logits}, keys=keys, temperature=temperature, sample=sample,
         sample_logit=sample_logit, token=token, maximum=maximum, second=second, logsumexp=logsumexp, entropy=entropy,
     )  # fmt: skip
     return partial(take_in, logits, state)

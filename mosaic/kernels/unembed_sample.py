@@ -31,7 +31,7 @@ def bind(
 ) -> Run:
     """Write the statistics and the samples of the logits of x [C, D] against weight [V, D]."""
     state = RowStatistics.with_samples(
-        "unembed_sample", x.shape[0], scratch, {"x": x, "weight": weight}, keys=keys, temperature=temperature, sample=sample,
+        "unembed_sample", scratch, {"x": x, "weight": weight}, keys=keys, temperature=temperature, sample=sample,
         sample_logit=sample_logit, token=token, maximum=maximum, second=second, logsumexp=logsumexp, entropy=entropy,
     )  # fmt: skip
     return partial(multiply_in, x, weight, state, state.tiles[11:-SAMPLE_TILES])

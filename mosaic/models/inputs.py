@@ -172,7 +172,7 @@ class StepInputs:
 
     def __init__(self, g: Graph, declared: Sequence[Input]) -> None:
         self._g = g
-        self._declared = {entry.name: entry for entry in declared}
+        self.declared = {entry.name: entry for entry in declared}
         self._known: dict[str, Buffer] = {}
         self._given: dict[str, Buffer] = {}
         self.supplied: Mapping[str, Supply] = {}
@@ -190,19 +190,14 @@ class StepInputs:
         """The input of this name as the host or the tokens' part gives it, even if the step computes another of that name."""
         if name in self.of_tokens:
             return self.of_tokens[name]()
-        if name not in self._declared:
+        if name not in self.declared:
             raise GraphError(
-                f"no part of the phase declares the input '{name}'; there are {', '.join(self._declared)}. Add it to a "
+                f"no part of the phase declares the input '{name}'; there are {', '.join(self.declared)}. Add it to a "
                 "part's `inputs`."
             )
         if name not in self._given:
-            self._given[name] = self._register(self._declared[name])
+            self._given[name] = self._register(self.declared[name])
         return self._given[name]
-
-    @property
-    def declared(self) -> Mapping[str, Input]:
-        """The records, by name."""
-        return self._declared
 
     def _register(self, entry: Input) -> Buffer:
         size = self._g.dim(DIMS[entry.per]) if entry.per in DIMS else 1
@@ -220,7 +215,7 @@ class StepInputs:
         strange = [b.name for b in self._g.buffers if b.kind == "input" and b.name not in self._given]
         if strange:
             raise GraphError(f"no part of the phase declares the inputs {', '.join(strange)}, so nothing fills them.")
-        unused = [name for name in self._declared if all_asked and name not in self._known]
+        unused = [name for name in self.declared if all_asked and name not in self._known]
         if unused:
             raise GraphError(
                 f"the phase declares inputs that no op reads: {', '.join(unused)}. Drop them, or use them."

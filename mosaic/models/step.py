@@ -299,10 +299,6 @@ def most_rows(sizes: Iterable[StepSize]) -> dict[State, int]:
 
 def rounded_states(states: Mapping[State, int], share: int = 8) -> frozenset[tuple[State, int]]:
     """Return the rows of each state, rounded up as for planning, by an eighth at most or another `share`."""
-    if share == 1:  # each admission asks for these powers of two
-        return frozenset([
-            (state, count and 1 << (max(count, state.least_rows) - 1).bit_length()) for state, count in states.items()
-        ])  # fmt: skip
     return frozenset([
         (state, bucket(count, least=state.least_rows, doubled=FEWEST_ROWS, share=share)) for state, count in states.items()
     ])  # fmt: skip

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from math import inf
-from typing import Any, Final
+from typing import Final
 
 from mosaic.devices import DEVICES
 from mosaic.planner.limits import QUICK, is_feasible, smallest_host
@@ -89,10 +89,6 @@ class Misfit:
     device: str | None
     options: tuple[Option, ...]
     suggestion: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
 
     def lines(self) -> Iterator[str]:
         """Yield the message, a line each."""

@@ -47,7 +47,8 @@ def derive(body: Body, active: Set[str]) -> Lifetimes:
     starts, ends = map(list, body.intervals)
     on = [i for i, region in enumerate(body.regions) if region.knob in active]
     homes = [None if buffer.home is None else _nearest(body, buffer.home, active) for buffer in body.buffers]
-    barriers = [_apply_region(body, i, homes, starts, ends) for i in _inside_out(body, on)]
+    inside_out = reversed(on)  # a region is registered before those inside it
+    barriers = [_apply_region(body, i, homes, starts, ends) for i in inside_out]
     barriers += _apply_barriers(body, starts, ends)
     _apply_streams(body, active, starts, ends)
     gaps = _merge_aliases(body, on, accesses, starts, ends)
@@ -60,11 +61,6 @@ def _nearest(body: Body, region: int | None, active: Set[str]) -> int | None:
     while region is not None and body.regions[region].knob not in active:
         region = body.regions[region].parent
     return region
-
-
-def _inside_out(body: Body, on: list[int]) -> list[int]:
-    """Nested regions before the ones around them (a region is registered before those inside it)."""
-    return sorted(on, reverse=True)
 
 
 def _is_inside(body: Body, home: int | None, region: int) -> bool:

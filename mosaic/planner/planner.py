@@ -165,14 +165,7 @@ class Planner:
         Layout(self.model.path).verify(weights, self.model.architecture)
 
     @collector_paused()
-    def plan(
-        self,
-        step: Step,
-        *,
-        solver: str = "auto",
-        config: Settings | None = None,
-        limit: bool = True,
-    ) -> Plan:
+    def plan(self, step: Step, *, solver: str = "auto", config: Settings | None = None, limit: bool = True) -> Plan:
         """Plan one step. A plan that does not fit is no error: its `fits` is False.
 
         A cut step has a plan for each of its graphs: this is the one with the most memory, `plans` gives all.
@@ -189,17 +182,13 @@ class Planner:
         return max(found, key=lambda plan: plan.total_bytes)
 
     def plans(
-        self,
-        step: Step,
-        *,
-        solver: str = "auto",
-        config: Settings | None = None,
-        limit: bool = True,
+        self, step: Step, *, solver: str = "auto", config: Settings | None = None, limit: bool = True
     ) -> list[Plan]:
         """Plan the graphs of one step, as `plan` does: one, or for a cut step its first graph, and its second for each
         row count. Each graph takes the settings of `config` that it has; a single graph must have all of them."""
         graphs, found = _graphs(step), list[Plan]()
-        longest = self.max_context(step, solver=solver) if limit and _scales(step) else None
+        scales = not isinstance(step, ProgramStep) or step.dims_at is not None  # it is known at other contexts, too
+        longest = self.max_context(step, solver=solver) if limit and scales else None
         for graph in graphs:
             point = self.at(graph)
             settings = config if config is None or _size(graph).takes_all else point.space.known(config)
@@ -303,11 +292,6 @@ def _graphs(step: Step) -> Sequence[Step]:
     """The sizes of the graphs of a step."""
     graphs = _size(step).graphs
     return graphs if len(graphs) > 1 else (step,)
-
-
-def _scales(step: Step) -> bool:
-    """Whether it is known what the step is at another context."""
-    return not isinstance(step, ProgramStep) or step.dims_at is not None
 
 
 def _read_budgets(device: Device, budget: Size | None, host_budget: Size | None) -> tuple[int, int]:

@@ -66,8 +66,9 @@ class Request:
         self._read_counts()
         if not self.seq_lens:
             raise UsageError("a request needs at least one sequence.")
-        if self.masked is None and not (_is_number(self.mask_ratio) and 0 < self.mask_ratio <= 1):
-            raise UsageError(f"the mask ratio must be in (0, 1], got {self.mask_ratio!r}.")
+        ratio = self.mask_ratio
+        if self.masked is None and not (isinstance(ratio, Real) and not isinstance(ratio, bool) and 0 < ratio <= 1):
+            raise UsageError(f"the mask ratio must be in (0, 1], got {ratio!r}.")
         size = StepSize(
             phase=self.phase, windows=self.seq_lens, keys=self.key_lens, rows=self._rows(sum(self.seq_lens)),
             logit_rows=self.logit_rows, states=self._counts,
@@ -97,7 +98,3 @@ class Request:
             return self.sized(context)
         size = self.size.at(context)
         return size if self.masked is not None else replace(size, rows=self._rows(size.tokens))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)

@@ -22,15 +22,7 @@ from mosaic.planner.compiling import compile_body
 from mosaic.registrar.schemes.plain import PLAIN
 from mosaic.registrar.validate import validate
 
-__all__ = [
-    "Bodies",
-    "Register",
-    "Template",
-    "collector_paused",
-    "compile_template",
-    "forget",
-    "template_of",
-]
+__all__ = ["Bodies", "Register", "Template", "collector_paused", "compile_template", "forget", "template_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

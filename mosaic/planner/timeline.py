@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from math import isclose
 from typing import Final, NamedTuple, TypeAlias
 
@@ -316,7 +317,7 @@ class _Clocks(NamedTuple):
             began = self.now[_MAIN]
             self._run(block.steps, amounts, taken)
             before, lags = lags, self._lags(block)
-            if left and all(map(_is_close, before, lags)):
+            if left and all(map(partial(isclose, rel_tol=1e-9, abs_tol=1e-12), before, lags)):
                 gone = left * (self.now[_MAIN] - began)
                 for stream in block.streams:
                     self.now[stream] += gone
@@ -343,10 +344,6 @@ class _Clocks(NamedTuple):
                     now[stream] = end
             else:
                 marks[step.stream][:] = [*marks[step.stream][1:], now[step.stream]]
-
-
-def _is_close(a: float, b: float) -> bool:
-    return isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
 
 
 def _block(steps: Sequence[_Step]) -> _Block:

@@ -280,15 +280,11 @@ def view(spec: Spec, loops: Loops, inside: int, whole: bool) -> View:
             break
         for axis, dim in enumerate(shape):
             factor = _factor(dim, over if outside else rows)
-            if factor is not None or (outside and _has(dim, over)):
+            if factor is not None or (outside and isinstance(dim, Polynomial) and str(over) in dim.names):
                 cuts.append((axis, index, factor, dim))
         if outside:
             shape = tuple(dim if isinstance(dim, int) else dim.at({str(over): rows}) for dim in shape)
     return View(Spec(shape, spec.dtype), tuple(cuts))
-
-
-def _has(dim: Dim, over: Polynomial) -> bool:
-    return isinstance(dim, Polynomial) and str(over) in dim.names
 
 
 def _factor(dim: Dim, of: Polynomial) -> int | None:

@@ -12,8 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from mosaic.models.safetensors import (
     tensor_rows,
     wrong,
 )
+from mosaic.runtime.range_pool import ClosesOnExit
 from mosaic.runtime.workspace import DTYPES, torch_dtype
 from mosaic.units import MIB
 
@@ -85,7 +85,7 @@ class SafetensorsFile:
         self._stream.close()
 
 
-class Checkpoint:
+class Checkpoint(ClosesOnExit):
     """A checkpoint directory: `model.safetensors`, or shards listed in `model.safetensors.index.json`.
 
     While open it holds two buffers of `PIECE_BYTES`: one for bytes on their way to a device, one for bytes being
@@ -172,14 +172,6 @@ class Checkpoint:
         for file in self._files.values():
             file.close()
         self._files.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _anonymous(size: int) -> Tensor:

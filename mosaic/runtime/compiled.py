@@ -148,12 +148,7 @@ class CompiledModel(Face):
             return self._engine.plans.exact(step, config)
 
     def __call__(
-        self,
-        token_ids: TokenIds,
-        masked: Rows = None,
-        *,
-        logits_for: Rows = None,
-        config: Settings | None = None,
+        self, token_ids: TokenIds, masked: Rows = None, *, logits_for: Rows = None, config: Settings | None = None
     ) -> StepOutput:
         """Run one denoising step.
 

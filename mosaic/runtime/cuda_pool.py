@@ -5,7 +5,6 @@ A range never moves. It grows and shrinks by mapping and unmapping physical chun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from typing import Final
 
 from mosaic.errors import RuntimeMemoryError
@@ -31,10 +30,6 @@ class CudaPool(RangePool):
         Owner of the budget; a fresh one without a limit if not given. Pools of one device share one.
     page_bytes
         Granularity of commits, a multiple of the driver's; the driver's if not given.
-    synchronize
-        Waits for all work that can touch the ranges; the driver's wait for the whole context if not given.
-    volatile
-        Names of ranges whose contents need not survive a resize.
 
     Raises
     ------
@@ -52,25 +47,18 @@ class CudaPool(RangePool):
     """
 
     def __init__(
-        self,
-        driver: CudaDriver,
-        ledger: DeviceLedger | None = None,
-        *,
-        page_bytes: int | None = None,
-        synchronize: Callable[[], None] | None = None,
-        volatile: Collection[str] = VOLATILE,
+        self, driver: CudaDriver, ledger: DeviceLedger | None = None, *, page_bytes: int | None = None
     ) -> None:
         if not driver.virtual_memory():
             raise RuntimeMemoryError(
                 f"{driver.name} has no virtual memory, which all memory is mapped by: use another card, or device='cpu'."
             )
         super().__init__(ledger if ledger is not None else DeviceLedger(device=driver.name))
-        self._driver, self._volatile = driver, frozenset(volatile)
+        self._driver = driver
         granularity = driver.granularity()
         self.page_bytes = granularity if page_bytes is None else page_bytes
         if self.page_bytes <= 0 or self.page_bytes % granularity:
             raise ValueError(f"page_bytes is a multiple of {granularity:,} on {driver.name}, got {page_bytes}")
-        self._synchronize = synchronize if synchronize is not None else driver.synchronize
         self.mark()
 
     def mark(self) -> None:
@@ -106,6 +94,4 @@ class CudaPool(RangePool):
         return taken - charged
 
     def _make(self, name: str, capacity_bytes: int) -> CudaRange:
-        return CudaRange(
-            name, capacity_bytes, self.ledger, self.page_bytes, self._driver, self._synchronize, name in self._volatile
-        )
+        return CudaRange(name, capacity_bytes, self.ledger, self.page_bytes, self._driver, name in VOLATILE)

@@ -71,19 +71,11 @@ class CudaRange(Range):
     """
 
     def __init__(
-        self,
-        name: str,
-        capacity_bytes: int,
-        ledger: DeviceLedger,
-        page_bytes: int,
-        driver: CudaDriver,
-        synchronize: Callable[[], None],
-        volatile: bool,
+        self, name: str, capacity_bytes: int, ledger: DeviceLedger, page_bytes: int, driver: CudaDriver, volatile: bool
     ) -> None:
         super().__init__(name, capacity_bytes, ledger, page_bytes)
-        self._driver = driver
+        self._driver, self._volatile = driver, volatile
         self._tensor: Tensor | None = None
-        self._synchronize, self._volatile = synchronize, volatile
         self._chunks: dict[int, int] = {}  # address -> size
         self._saved: list[tuple[int, Tensor]] = []  # contents that await memory: (first byte, on the host)
         self._owed: list[tuple[list[Callable[[], None]], int]] = []  # undoing calls that failed, bytes they return
@@ -200,7 +192,7 @@ class CudaRange(Range):
         with interrupts_held():
             kept = self._kept(unwanted)
             try:
-                self._synchronize()
+                self._driver.synchronize()
                 self._unmap([chunk for chunk, spans in kept.items() if not spans])
                 for chunk, spans in kept.items():
                     if spans:

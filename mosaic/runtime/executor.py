@@ -28,7 +28,7 @@ from mosaic.runtime.host_inputs import HostInputs, Numbers
 from mosaic.runtime.poison import Poison
 from mosaic.runtime.regions import Regions
 from mosaic.runtime.streams import MAIN, CudaStreams, device_lost
-from mosaic.runtime.unroll import Arguments, Segment, Step, unroll
+from mosaic.runtime.unroll import Arguments, Segment, Step, Unroller
 from mosaic.runtime.views import Views
 from mosaic.runtime.weight_guard import WeightGuard
 from mosaic.runtime.weights import require_in_place
@@ -138,7 +138,8 @@ class Executor:
         poison = Poison(self.records, regions, self._views) if debug == "poison" else None
         self._guard = WeightGuard(self.records, self._views, workspace) if debug == "poison" else None
         brought = {**getattr(plan, "operators", {}), **(operators or {})}
-        self.segments: tuple[Segment, ...] = unroll(self.records, brought, regions, self._views, self._streams, poison)
+        unroller = Unroller(self.records, brought, regions, self._views, self._streams, poison)
+        self.segments: tuple[Segment, ...] = unroller.segments()
 
     def _host_changes(self) -> int:
         """How often the pinned memory of the plan's copies has grown or shrunk."""

@@ -64,16 +64,9 @@ class HostRange(PageRange):
     """
 
     def __init__(
-        self,
-        name: str,
-        capacity_bytes: int,
-        ledger: DeviceLedger,
-        page_bytes: int,
-        system: Linux,
-        driver: CudaDriver,
-        synchronize: Callable[[], None],
+        self, name: str, capacity_bytes: int, ledger: DeviceLedger, page_bytes: int, system: Linux, driver: CudaDriver
     ) -> None:
-        self._registration, self._synchronize = _Registration(driver), synchronize
+        self._registration = _Registration(driver)
         self._driver = driver
         self._device_tensor: Tensor | None = None
         super().__init__(name, capacity_bytes, ledger, page_bytes, system, released="none")
@@ -120,17 +113,14 @@ class HostRange(PageRange):
         super().commit(num_bytes, populate=True)
         if self._registration.size != self.committed_bytes:  # a refused resize left less pinned
             with interrupts_held():
-                self._pin(self.committed_bytes)
+                self._attach(self.committed_bytes)
 
     def _attach(self, end: int) -> None:
-        self._pin(end)
-
-    def _pin(self, end: int) -> None:
         """Pin exactly `[0, end)`. On failure the old prefix is pinned again, now or by the next `commit`."""
         before = self._registration.size
         try:
             if before:
-                self._synchronize()
+                self._driver.synchronize()
             self._registration.drop()
             self._registration.take(end)
         except BaseException as error:
@@ -172,9 +162,9 @@ class HostRange(PageRange):
         if end >= self.committed_bytes:
             return
         with interrupts_held():
-            self._pin(0)
+            self._attach(0)
             super().decommit(end)
-            self._pin(end)
+            self._attach(end)
 
     def close(self) -> None:
         """Give the memory back, and the addresses once no tensor views them. Closing twice is fine.
@@ -200,8 +190,6 @@ class HostPool(PagePool):
         Owner of the host's budget; a fresh one without a limit if not given.
     page_bytes
         Granularity of commits.
-    synchronize
-        Waits for all work that can touch the ranges; the driver's wait for the whole context if not given.
     system
         The calls to the operating system.
 
@@ -221,16 +209,12 @@ class HostPool(PagePool):
         ledger: DeviceLedger | None = None,
         *,
         page_bytes: int = PAGE_BYTES,
-        synchronize: Callable[[], None] | None = None,
         system: Linux | None = None,
     ) -> None:
         super().__init__(
             ledger if ledger is not None else DeviceLedger(device="host"), page_bytes=page_bytes, system=system
         )
         self._driver = driver
-        self._synchronize = synchronize if synchronize is not None else driver.synchronize
 
     def _make(self, name: str, capacity_bytes: int) -> HostRange:
-        return HostRange(
-            name, capacity_bytes, self.ledger, self.page_bytes, self._system, self._driver, self._synchronize
-        )
+        return HostRange(name, capacity_bytes, self.ledger, self.page_bytes, self._system, self._driver)

@@ -21,7 +21,7 @@ from mosaic.planner.plan_records import records_in
 from mosaic.registrar.operators import OPERATORS
 from mosaic.runtime.opening import current_card
 from mosaic.runtime.regions import Regions
-from mosaic.runtime.unroll import Arguments, unroll
+from mosaic.runtime.unroll import Arguments, Unroller
 from mosaic.runtime.views import Views
 from mosaic.runtime.workspace import torch_dtype
 
@@ -111,7 +111,7 @@ class Launches:
         records = records_in(plan)
         regions = Regions(records)
         views = Views(records, regions, self._addresses, self._adopted)
-        for segment in unroll(records, plan.operators, regions, views, None, None):
+        for segment in Unroller(records, plan.operators, regions, views, None, None).segments():
             for step, table in zip(segment.steps, segment.tables, strict=True):
                 if records.ops[step.op].kernel in OPERATORS:
                     for more in _differing(table):

@@ -379,10 +379,6 @@ class RequestTable:
                 self.planned, self._held = found, dict(found)
         self._covered = asked  # at last: what is interrupted is done again
 
-    def expect_graphs(self) -> int:
-        """Set memory aside for graphs, before requests take it; return for about how many."""
-        return self._engine.expect_graphs()
-
     def expect(self, longest: int) -> None:
         """Plan steps from now on for requests of so many keys at most."""
         if longest > self.longest:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Final, Self
 
 import torch
@@ -50,9 +49,7 @@ class Turns:
                 current.wait_stream(self._last)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             if self._device is not None:  # where it raised, too: a step may be on its way
                 self._last = torch.cuda.current_stream(self._device)
@@ -86,8 +83,6 @@ class _Whole:
         self._turns.__enter__()
         self._depth = self._turns._depth
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._turns._depth = self._depth
-        self._turns.__exit__(kind, error, trace)
+        self._turns.__exit__(*error)

@@ -85,15 +85,8 @@ class _Bound(NamedTuple):
     way: Implementation
 
 
-def unroll(
-    records: PlanRecords,
-    operators: Mapping[str, Operator],
-    regions: Regions,
-    views: Views,
-    streams: CudaStreams | None,
-    poison: Poison | None,
-) -> tuple[Segment, ...]:
-    """Bind a plan.
+class Unroller:
+    """Binds a plan.
 
     Parameters
     ----------
@@ -109,10 +102,7 @@ def unroll(
     PlanFormatError
         If an op's operator was not given and Mosaic does not ship it, or if its implementation cannot run here.
     """
-    return tuple(_Unroller(records, operators, regions, views, streams, poison).segments())
 
-
-class _Unroller:
     def __init__(
         self,
         records: PlanRecords,
@@ -137,14 +127,14 @@ class _Unroller:
         self._lines = _Lines()
         self._done: list[Segment] = []
 
-    def segments(self) -> list[Segment]:
+    def segments(self) -> tuple[Segment, ...]:
         """Unroll the step."""
         for fill in self._poison.everything() if self._poison is not None else ():
             self._add_fill(fill, 0)
         self._pass(None, {}, None, Times())
         self._leave(self._body(None), len(self._ops))
         self._close(0)
-        return self._done
+        return tuple(self._done)
 
     # --- bodies ---------------------------------------------------------------------------------------------------
 

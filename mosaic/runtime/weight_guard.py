@@ -77,7 +77,8 @@ class WeightGuard:
             )
 
     def _sums(self) -> dict[str, int]:
-        return {name: _checksum(parts) for name, parts in self._watched.items()}
+        """The sum of each weight's words, modulo 2^64: one changed word changes it."""
+        return {name: sum(int(part.sum()) for part in parts) for name, parts in self._watched.items()}
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -97,8 +98,3 @@ def _words(view: Tensor) -> list[Any]:
     words = [view[:whole].view(torch.int64)] if whole else []
     parts = [*words, view[whole:]] if whole < view.numel() else words
     return [part.numpy() for part in parts] if view.device.type == "cpu" else parts
-
-
-def _checksum(parts: list[Any]) -> int:
-    """The sum of all words, modulo 2^64: one changed word changes it."""
-    return sum(int(part.sum()) for part in parts)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mosaic.errors import PlanFormatError, RuntimeMemoryError
 from mosaic.runtime.ledger import DeviceLedger
-from mosaic.runtime.page_pool import PAGE_BYTES, PagePool
+from mosaic.runtime.page_pool import PagePool
 from mosaic.runtime.range_pool import ClosesOnExit, Range, RangePool, close_all
 from mosaic.runtime.spans import Spans
 
@@ -50,15 +50,11 @@ class Workspace(ClosesOnExit):
 
     Parameters
     ----------
-    ledger
-        Owner of the budget; a fresh one without a limit if not given.
     capacities
         Bytes of address space to reserve per pool. If not given, the budget, which is the most that a range can hold,
         up to 1 TiB. Reserving costs no memory.
-    page_bytes
-        Granularity of commits: a plan's `page_bytes`.
     pool
-        The source of the ranges, with its own ledger and pages; a `PagePool` of the two above if not given.
+        The source of the ranges, with its own ledger and pages; a `PagePool` without a limit if not given.
     host
         The source of the range `host`, with its own ledger: a `HostPool` for a CUDA card. Beside a `PagePool`, another
         one without a limit if not given.
@@ -75,17 +71,11 @@ class Workspace(ClosesOnExit):
     """
 
     def __init__(
-        self,
-        ledger: DeviceLedger | None = None,
-        *,
-        capacities: Mapping[str, int] | None = None,
-        page_bytes: int = PAGE_BYTES,
-        pool: RangePool | None = None,
-        host: RangePool | None = None,
+        self, *, capacities: Mapping[str, int] | None = None, pool: RangePool | None = None, host: RangePool | None = None,
         names: Mapping[str, str] = NO_NAMES,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._names = names
-        self.pages: RangePool = pool if pool is not None else PagePool(ledger, page_bytes=page_bytes)
+        self.pages: RangePool = pool if pool is not None else PagePool()
         if host is None and isinstance(self.pages, PagePool):
             host = PagePool(DeviceLedger(device=HOST), page_bytes=self.pages.page_bytes)
         self.host = host

@@ -16,7 +16,7 @@ from mosaic.decoding.forecast import Forecast
 from mosaic.decoding.prompts import is_integer, token_ids
 from mosaic.decoding.tokenizer import Tokenizer, has_tokenizer
 from mosaic.decoding.words import WordTokenizer
-from mosaic.errors import MissingExtra, MosaicError, UsageError
+from mosaic.errors import MissingExtra, UsageError
 from mosaic.models import Model
 from mosaic.models.policies.registry import POLICIES
 from mosaic.serving import openapi
@@ -441,13 +441,11 @@ def _length(body: Any) -> int:
 
 def _ending(error: Exception, note: Note) -> Ending:
     """What an error means to the caller; one that nobody expects is logged."""
-    if isinstance(error, MosaicError):
-        error = Ending.of(error)
-    elif not isinstance(error, Ending):
+    ending = Ending.of(error)
+    if ending.status == 500:
         _log.error("request %s has failed", note.id, exc_info=error)
-        error = Ending(500, "the server has failed at this request; its log says how.", "server_error")
-    note.error = error.kind
-    return error
+    note.error = ending.kind
+    return ending
 
 
 def _listed(keys: Sequence[str]) -> str:

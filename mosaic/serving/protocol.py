@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
@@ -28,6 +30,9 @@ _OF_ANSWERS: Final = frozenset(
     {"stream", "stream_options", "logprobs", "top_logprobs", "diffusion_frames", "stream_mode"}
 )
 """Keys that say what goes back, and change no answer."""
+_OPTIONS: Final = batch.OPTIONS - _OF_ANSWERS
+_SHORT: Final = 1024
+"""Characters of options that are kept for requests with the same."""
 _REFUSED: Final = {
     "max_nfe": "give 'steps', of the whole answer or, for models that decode block by block, of each block",
     "response_format": "no decoding algorithm here keeps to a format; leave it out",
@@ -118,14 +123,12 @@ def read(
     ignored = sorted({*body} - batch.KEYS - _OF_ANSWERS - {"echo", *_REFUSED})
     if ignored and strict:
         raise UnknownName("key of the body", ignored[0], sorted(batch.KEYS | _OF_ANSWERS))
-    given = {name: value for name, value in body.items() if name in batch.KEYS - _OF_ANSWERS}
+    given = {name: value for name, value in body.items() if name in _OPTIONS}
     if policies is not None:
         _check_policies(given, policies)
-    params = batch.parameters(given, base)
-    if params.n > MOST_ANSWERS:
-        raise UsageError(f"n: expected at most {MOST_ANSWERS}, got {params.n}.")
-    config = params.config(base, architecture)
-    resolved = resolve(config, architecture)  # which is kept, whatever the seed
+    options = json.dumps(given)
+    read_options = _options if len(options) <= _SHORT else _options.__wrapped__
+    params, config, resolved = read_options(options, base, architecture)
     if params.seed is None:
         config = replace(config, seed=secrets.randbelow(_MOST_SEED))
     logprobs, top = _logprobs(body, chat=chat)
@@ -158,6 +161,18 @@ def read(
         params=params, config=config, chat=chat, stream=stream, with_usage=bool(usage.get("include_usage")), logprobs=logprobs,
         top_logprobs=top, frames=frames, ignored=ignored,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _options(
+    given: str, base: GenerationConfig, architecture: Architecture
+) -> tuple[SamplingParams, GenerationConfig, GenerationConfig]:
+    """Where answers end, how they are decoded, and all that this means; of options that most requests share, in JSON."""
+    params = batch.parameters(json.loads(given), base)
+    if params.n > MOST_ANSWERS:
+        raise UsageError(f"n: expected at most {MOST_ANSWERS}, got {params.n}.")
+    config = params.config(base, architecture)
+    return params, config, resolve(config, architecture)
 
 
 def _truth(body: Mapping[str, Any], name: str) -> bool:

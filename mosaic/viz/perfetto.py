@@ -120,13 +120,11 @@ def _counters(doc: Document, marks: Sequence[float]) -> list[_Event]:
         last: int | None = None
         for index, value in enumerate((*values, 0)):
             if value != last:
-                events.append(_counter(name, marks[index], value))
+                events.append({
+                    "ph": "C", "pid": _PID, "tid": 0, "name": name, "ts": marks[index], "args": {"bytes": value},
+                })  # fmt: skip
             last = value
     return events
-
-
-def _counter(name: str, ts: float, value: int) -> _Event:
-    return {"ph": "C", "pid": _PID, "tid": 0, "name": name, "ts": ts, "args": {"bytes": value}}
 
 
 def _peak(doc: Document, times: Sequence[tuple[float, float]]) -> list[_Event]:

@@ -229,16 +229,9 @@ def live_profile(doc: Document, pools: Iterable[str] = ("workspace",)) -> LivePr
     )
 
 
-def peak_index(doc: Document, pools: Iterable[str] = ("workspace",)) -> int:
-    """Return the first op at which the live bytes of some pools are the largest; 0 without ops."""
-    check_schema(doc)
-    changes = [0] * (len(doc["ops"]) + 1)
-    for buffer in placed_roots(doc, pools):
-        for start, end in held_intervals(buffer):
-            changes[start] += buffer["size"]
-            changes[end] -= buffer["size"]
-    total = list(accumulate(changes[:-1]))
-    return total.index(max(total)) if total else 0
+def peak_index(doc: Document) -> int:
+    """Return the first op at which the live bytes of the workspace are the largest; 0 without ops."""
+    return live_profile(doc).peak_index
 
 
 def largest_live(doc: Document, n: int = 5, *, at: int | None = None) -> list[LiveBuffer]:

@@ -4,12 +4,22 @@ A kernel's `bind` takes the arguments of its `launch` and returns a `Run`, which
 The contents of scratch are undefined before a run, so constants are written again each time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import ParamSpec, TypeAlias
 
 Run: TypeAlias = Callable[[], object]
 _P = ParamSpec("_P")
+
+
+def in_turn(parts: Sequence[Run]) -> Run:
+    """Make one run of several."""
+
+    def run() -> None:
+        for part in parts:
+            part()
+
+    return run
 
 
 def launcher(bind: Callable[_P, Run]) -> Callable[_P, None]:

@@ -37,7 +37,7 @@ class RowStatistics:
 
     @classmethod
     def with_samples(
-        cls, kernel: str, rows: int, scratch: Tensor | None, reads: dict[str, Tensor], *, keys: Tensor,
+        cls, kernel: str, scratch: Tensor | None, reads: dict[str, Tensor], *, keys: Tensor,
         temperature: Tensor, sample: Tensor, sample_logit: Tensor, **outputs: Tensor,
     ) -> RowStatistics:  # fmt: skip
         """Check the operands of a sampling kernel but for what it `reads`, and start on its scratch."""

@@ -65,6 +65,11 @@ class Head(Part):
     ways: ClassVar[Sequence[str]] = ("logits", "fused")
 
     @property
+    def noisy(self) -> bool:
+        """Samples are drawn."""
+        return self.samples
+
+    @property
     def covering(self) -> Head:
         """The least head whose steps serve requests of this one as well, and of others; itself if there is none."""
         return _COVERING.get(self, self)
@@ -127,11 +132,6 @@ class Sample(Head):
         """Return the temperature."""
         return (TEMPERATURE,)
 
-    @property
-    def noisy(self) -> bool:
-        """Samples are drawn."""
-        return True
-
     def outputs(self, end: Ending) -> tuple[Buffer, Mapping[str, Buffer]]:
         """Declare the statistics, and the logit of the sample."""
         end.g.buffer("most_likely", (end.masked,), "int64")
@@ -162,11 +162,6 @@ class Nucleus(Head):
     def inputs(self, arch: Architecture) -> Sequence[Input]:
         """Return temperature, top-p and top-k."""
         return TEMPERATURE, *LIMITS
-
-    @property
-    def noisy(self) -> bool:
-        """Samples are drawn."""
-        return True
 
     def outputs(self, end: Ending) -> tuple[Buffer, Mapping[str, Buffer]]:
         """Declare scores of each kind."""
@@ -205,11 +200,6 @@ class Each(Head):
         """Check that a request has a head of its own."""
         if request.head is None:
             raise UsageError("a step that requests of several heads share takes each one's own: give `head`.")
-
-    @property
-    def noisy(self) -> bool:
-        """Samples are drawn."""
-        return True
 
     def outputs(self, end: Ending) -> tuple[Buffer, Mapping[str, Buffer]]:
         """Declare what a sample has, and beside it what a nucleus has."""

@@ -187,7 +187,7 @@ class Focus(Cut):
                     "focus_requests", *(served[one] for one in ("requests", "canvas")), step.state(HISTORY),
                     *(served[one] for one in ("served", "cu_seqlens", "positions")), name="focus",
                     block=self.length(step.arch), importance=eviction.importance, reach=eviction.reach,
-                    history=eviction.history, **self._noted(step.phase),
+                    history=eviction.history, **self._noted(),
                 )  # fmt: skip
                 found.update(zip(_OF_TABLE, asked, strict=True))
             return found[name]
@@ -200,10 +200,10 @@ class Focus(Cut):
         seen = end.g.carry("focus_seen", (served["served"].shape[0],), "int32")
         end.g.add_op(
             "note_focus", served["requests"], HISTORY.register(end.g, end.arch), *where, seen, end.g["committed"],
-            name="note_focus", **self._noted(end.phase),
+            name="note_focus", **self._noted(),
         )  # fmt: skip
 
-    def _noted(self, phase: Phase) -> dict[str, Any]:
+    def _noted(self) -> dict[str, Any]:
         return {"own": HISTORY.own_column, "processed": self.block, "first_step": self.eviction.first_step}
 
     def check(self, request: Any, arch: Architecture) -> None:

@@ -340,7 +340,8 @@ def _values_in_gap(plan: Skeleton, b: int, touched: Ids, start: int, end: int) -
         if start < region.end <= following:
             firsts += [i for i in touched if region.start <= i < start][:1]
     for i in firsts:
-        if not _overwrites_whole(plan, i, b) and not _begins(plan, i, b, touched, end):
+        overwritten = b in plan.writes[i] and b not in plan.reads[i] and not _cuts(plan, i, b)
+        if not overwritten and not _begins(plan, i, b, touched, end):
             yield f"{plan.say_op(i)} does not overwrite the whole of {plan.say(b)} after it"
 
 
@@ -350,7 +351,3 @@ def _begins(plan: Skeleton, i: int, b: int, touched: Ids, end: int) -> bool:
     holds_before = plan.kind[b] in FROM_START or plan.kind[b] in ("carry", "host")
     begins = all(plan.regions[name].start >= end for name in plan.around(i) if not plan.is_within(plan.home[b], name))
     return begins and not holds_before and touched[0] == i and b in plan.writes[i] and b not in plan.reads[i]
-
-
-def _overwrites_whole(plan: Skeleton, i: int, b: int) -> bool:
-    return b in plan.writes[i] and b not in plan.reads[i] and not _cuts(plan, i, b)

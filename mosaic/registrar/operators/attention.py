@@ -8,8 +8,9 @@ that a query sees, rounded up: without blocks the sum of squared sequence length
 
 from typing import Final
 
+from mosaic.registrar.kernels import kernels_of
 from mosaic.registrar.operator import Attrs, Dim, Implementation, Operator, Spec, Specs, require
-from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, Tile, Tiled, Tiles, attention_tiles, compute_dtype
+from mosaic.registrar.tiles import KEY_ROWS, QUERY_ROWS, Tile, Tiles, attention_tiles, compute_dtype
 
 
 def rules(*, block: int, sees: Spec | None, **_: object) -> None:
@@ -47,6 +48,12 @@ def one_sequence(specs: Specs, attrs: Attrs) -> bool:
     return whole and heads and specs["q"].dtype in ("bfloat16", "float16")
 
 
+_CPU, _TRITON = kernels_of("attention", tiles=tiles, row_origin="q")
+_CUDNN: Final = Implementation(
+    name="cudnn", backend="cuda", kernel="mosaic.kernels.cuda.attention_cudnn", scratch=cudnn_workspace,
+    serves=one_sequence, row_origin="q",
+)  # fmt: skip
+
 OPERATOR = Operator(
     name="attention",
     operands="""
@@ -59,21 +66,6 @@ OPERATOR = Operator(
     flops="4*span*q",
     rate="attention",
     rate_rows="T*G*K",
-    implementations=(
-        Implementation(
-            name="cpu", backend="cpu", kernel="mosaic.kernels.attention", scratch=Tiled(tiles), row_origin="q"
-        ),
-        Implementation(
-            name="cudnn",
-            backend="cuda",
-            kernel="mosaic.kernels.cuda.attention_cudnn",
-            scratch=cudnn_workspace,
-            serves=one_sequence,
-            row_origin="q",
-        ),
-        Implementation(
-            name="triton", backend="cuda", invariant=True, kernel="mosaic.kernels.cuda.attention", row_origin="q"
-        ),
-    ),
+    implementations=(_CPU, _CUDNN, _TRITON),
     roles={"q": "attention", "k": "attention", "v": "attention", "y": "attention"},
 )

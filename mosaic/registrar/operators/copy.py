@@ -1,18 +1,14 @@
 """y = x: a second residual, and every transfer between device and pinned host memory (one of the two a host buffer)."""
 
-from mosaic.registrar.operator import Implementation, Operator
+from dataclasses import replace
+
+from mosaic.registrar.kernels import kernels_of
+from mosaic.registrar.operator import Operator
+
+_CPU, _DRIVER = kernels_of("copy", cuda="driver")
 
 OPERATOR = Operator(
     name="copy",
     operands="x:a[*T] -> y:a[*T]",
-    implementations=(
-        Implementation(name="cpu", backend="cpu", kernel="mosaic.kernels.copy"),
-        Implementation(
-            name="driver",
-            backend="cuda",
-            invariant=True,
-            kernel="mosaic.kernels.cuda.copy",
-            on_host=frozenset({"x", "y"}),
-        ),
-    ),
+    implementations=(_CPU, replace(_DRIVER, on_host=frozenset({"x", "y"}))),
 )

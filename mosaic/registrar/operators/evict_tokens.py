@@ -33,11 +33,6 @@ from typing import Final
 from mosaic.registrar.kernels import kernels_of
 from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, require
 
-READS = (
-    "before", "after", "listed", "first", "progress", "status", "positions", "cu_seqlens", "decoded", "owner", "state",
-    "ranks",
-)  # fmt: skip
-
 HISTORIES: Final = ("cumulative", "ema", "block")
 THRESHOLDS: Final = ("deviation", "mean")
 PLACEHOLDERS: Final = ("masked", "unprocessed")

@@ -1,13 +1,8 @@
 """y[R, O] = x[R, I] @ weight[e].T for the rows of each expert e; offsets[E+1] bounds the runs."""
 
 from mosaic.registrar.kernels import kernels_of
-from mosaic.registrar.operator import Attrs, Operator, Specs
-from mosaic.registrar.tiles import Tiles, linear_tiles
-
-
-def tiles(specs: Specs, attrs: Attrs) -> Tiles:
-    return linear_tiles(specs["x"].dtype)
-
+from mosaic.registrar.operator import Operator
+from mosaic.registrar.operators.linear import tiles
 
 OPERATOR = Operator(
     name="grouped_linear",

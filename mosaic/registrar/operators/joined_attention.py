@@ -39,11 +39,7 @@ def rules(
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
     """List the given outputs and log-sum-exps of a tile of rows, and the tiles of `prefix_attention`."""
     compute = compute_dtype(specs["q"].dtype)
-    return (
-        Tile((QUERY_ROWS, attrs["head_size"]), compute),
-        Tile((QUERY_ROWS,), compute),
-        *with_sums(specs, attrs),
-    )
+    return (Tile((QUERY_ROWS, attrs["head_size"]), compute), Tile((QUERY_ROWS,), compute), *with_sums(specs, attrs))
 
 
 OPERATOR = Operator(

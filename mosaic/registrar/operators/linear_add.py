@@ -1,13 +1,8 @@
 """y[T, O] += x[T, I] @ weight[O, I].T: a projection accumulated into the residual stream."""
 
 from mosaic.registrar.kernels import kernels_of
-from mosaic.registrar.operator import Attrs, Operator, Specs
-from mosaic.registrar.tiles import Tiles, linear_tiles
-
-
-def tiles(specs: Specs, attrs: Attrs) -> Tiles:
-    return linear_tiles(specs["x"].dtype)
-
+from mosaic.registrar.operator import Operator
+from mosaic.registrar.operators.linear import tiles
 
 OPERATOR = Operator(
     name="linear_add",

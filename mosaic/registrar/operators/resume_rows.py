@@ -13,8 +13,6 @@ length of decided and asked.
 from mosaic.registrar.kernels import kernels_of
 from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, require
 
-READS = ("chosen", "bounds", "positions", "rows", "cu_rows")
-
 
 def rules(*, S: Dim, size: Dim, **_: object) -> None:
     require(

@@ -19,9 +19,6 @@ def rules(*, kind: str, keys: Spec | None, **_: object) -> None:
     require(keys is not None or kind != "random", "random scores need keys")
 
 
-READS: Final = ("maximum", "second", "logsumexp", "entropy", "sample_logit", "keys")
-
-
 def tiles(specs: Specs, attrs: Attrs) -> Tiles:
     if attrs["kind"] == "random":
         return ROW_NUMBERS

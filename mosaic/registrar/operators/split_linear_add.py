@@ -8,7 +8,7 @@ from typing import Final
 from mosaic.registrar.few_rows import partial_floats, require_arrivals, split_count, tile_count
 from mosaic.registrar.kernels import kernels_of
 from mosaic.registrar.operator import Attrs, Dim, Operator, Specs
-from mosaic.registrar.tiles import Tiles, linear_tiles
+from mosaic.registrar.operators.linear import tiles
 
 PROGRAMS: Final = 160
 """Programs that fill a GPU that runs one per multiprocessor."""
@@ -16,10 +16,6 @@ PROGRAMS: Final = 160
 
 def rules(*, N: Dim, A: Dim, **_: object) -> None:
     require_arrivals(A, tile_count(N))
-
-
-def tiles(specs: Specs, attrs: Attrs) -> Tiles:
-    return linear_tiles(specs["x"].dtype)
 
 
 def partials(specs: Specs, attrs: Attrs) -> Dim:

@@ -16,8 +16,6 @@ from mosaic.registrar.operator import Attrs, Dim, Operator, Specs, require
 from mosaic.registrar.operators.kv_store import KV, require_layer
 from mosaic.registrar.tiles import QUERY_ROWS, Tile, Tiles, compute_dtype
 
-READS = ("q", "kv", "extents", "cu_extents", "cu_seqlens", "votes", "first", "listed")
-
 
 def rules(*, L: Dim, layer: int, pool: int, **_: object) -> None:
     require_layer("kv", L, layer)

@@ -22,7 +22,6 @@ from mosaic.registrar.operator import Attrs, Operator, Spec, Specs, require
 from mosaic.registrar.tiles import Tile, Tiles
 
 RULES: Final = ("top", "threshold", "dynamic", "above", "factor", "edit")
-READS: Final = ("token", "score", "current", "cu_rows", "quota", "threshold", "edit_threshold")
 
 
 def rules(*, rule: str, edit_threshold: Spec | None, **_: object) -> None:
