@@ -13,9 +13,10 @@ from test_warm import come_and_go as come_and_go_warm
 from test_warm import counted
 
 import mosaic
-from mosaic.decoding import GenerationConfig
+from mosaic.decoding import GenerationConfig, Submission
 from mosaic.decoding.algorithms import table_row
 from mosaic.decoding.config import resolve
+from mosaic.errors import DoesNotFit
 from mosaic.models import load
 from mosaic.models.parts import CANVAS, HELD_EXTENTS, REQUESTS
 from mosaic.models.policies.sparse_keys import PACKED
@@ -182,3 +183,15 @@ def test_plans_of_their_steps_are_proved(device: str) -> None:
         size = StepSize(phase=phase, windows=(48,) * 3, keys=(64,) * 3, rows=12, extents=3, states=states)
         plan = planner.plan(size)
         assert plan.check() == () and "keep_requests" in {one["kernel"] for one in plan.document["ops"]}
+
+
+def test_what_does_not_fit_an_idle_session_never_will_though_it_is_a_generator() -> None:
+    drifting = GenerationConfig(**FAST, gen_length=16, cache="sparse:drift=0.2")
+    with mosaic.compile(DEEP["dream"], seed=3, host_budget=0, budget="3MiB") as model, model.session() as session:
+        one = Submission(prompt=prompt_of(5000), config=drifting)
+        assert session.forecast(one).fits == "never"
+        with pytest.raises(DoesNotFit, match="the budget is") as refused:
+            session.submit_all([one])
+        assert refused.value.never
+        session.submit(prompt_of(5), drifting)
+        assert session.live and session.forecast(Submission(prompt=prompt_of(5), config=drifting)).fits == "now"

@@ -285,6 +285,7 @@ class Session(ClosesOnExit):
         except DoesNotFit as refused:
             scheduler = self._scheduler
             if scheduler is None or len(tabled) < len(more) or scheduler.count < len(self._live):
+                refused.never = not self._live and len(more) == 1
                 raise  # nobody knows how long a generator takes
             steps, never, outlook = scheduler.outlook(tabled, rows)
             raise DoesNotFit(
@@ -298,8 +299,7 @@ class Session(ClosesOnExit):
         tabled = [described.row for described in more if described.row is not None]
         if tabled and self._table is not None and not self._table.is_open:
             rows[REQUESTS] = self._table.rows_to_open
-        generators = [described.largest for described in more if described.row is None]
-        return self._shared.beside(generators, rows=bool(tabled)), tabled, rows
+        return self._shared.beside([one.largest for one in more if one.row is None], rows=bool(tabled)), tabled, rows
 
     def _opened(self, described: Described, withdrawing: ExitStack) -> Prefix | None:
         """Take what a request shares, until the stack gives it back."""

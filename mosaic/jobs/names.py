@@ -51,7 +51,9 @@ def own_names(body: Mapping[str, Any]) -> dict[str, Any]:
             raise UnknownName("key of vllm_xargs", name, XARGS)
         others.append((name, XARGS[name], value))
     for name, own, value in others:
-        if value is not None and found.setdefault(own, value) != value:
+        if found.get(own) is None:
+            found[own] = value
+        elif value is not None and found[own] != value:
             raise UsageError(
                 f"{name}={value!r} and {own}={found[own]!r} are the same option with two values; give one."
             )

@@ -23,6 +23,7 @@ __all__ = ["CompletionOutput", "SamplingParams", "completion", "submissions"]
 
 _NEXT_ANSWER: Final = 1 << 32
 """Between the numbers by which two answers to one prompt draw: beyond those of all prompts of a job."""
+_TRUTHS: Final = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
 _ALL: Final = {"top_p": (1.0,), "top_k": (0, -1)}
 """Values that keep every token, which any algorithm does by itself."""
 
@@ -97,6 +98,9 @@ class SamplingParams:
         for entry in fields(self)[names.index("extra_args") + 1 :]:
             if (value := getattr(self, entry.name)) not in (entry.default, {}, []):
                 raise UsageError(f"{entry.name}={value!r}: no decoding algorithm here has this; leave it out.")
+        for name in _TRUTHS:
+            if not isinstance(value := getattr(self, name), bool):
+                raise UsageError(f"{name}: expected True or False, got {value!r}.")
         if not is_integer(self.n) or self.n < 1:
             raise UsageError(f"n: expected a number of answers, at least 1, got {self.n!r}.")
         if self.max_tokens is None:

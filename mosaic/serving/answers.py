@@ -74,7 +74,7 @@ class Answers:
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Yield further text of an answer, or none where there is a new canvas."""
-        heard: asyncio.Queue[Piece | MosaicError | None] = asyncio.Queue()
+        heard: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._follow(place, heard)) for place in range(len(self._question.prompts))]
         over = TooLong(f"the answer has not ended within {self._timeout_s:g} s, the limit here; ask for fewer tokens.")
         left_s = max(self._began + self._timeout_s - time.perf_counter(), 0.0)
@@ -83,7 +83,7 @@ class Answers:
             open_ = len(tasks)
             while open_:
                 found = await heard.get()
-                if isinstance(found, MosaicError):
+                if isinstance(found, Exception):
                     raise found
                 if found is None:
                     open_ -= 1
@@ -97,7 +97,7 @@ class Answers:
         reasons = [reason or "" for reason in self.reasons]
         self._metrics.answered(time.perf_counter() - self._began, self.first_s or 0.0, self.usage.tokens, reasons)
 
-    async def _follow(self, place: int, heard: asyncio.Queue[Piece | MosaicError | None]) -> None:
+    async def _follow(self, place: int, heard: asyncio.Queue[Piece | Exception | None]) -> None:
         """Follow one prompt."""
         question, answers = self._question, self._question.params.n
         first = place * answers
@@ -117,7 +117,7 @@ class Answers:
                     if None not in self.reasons[first : first + answers]:  # all have met a stop
                         break
             heard.put_nowait(None)
-        except MosaicError as error:
+        except Exception as error:
             heard.put_nowait(error)
 
     def _push(self, index: int, fresh: Fresh, heard: asyncio.Queue[Any]) -> None:

@@ -16,8 +16,9 @@ from mosaic.decoding.forecast import Forecast
 from mosaic.decoding.prompts import is_integer, token_ids
 from mosaic.decoding.tokenizer import Tokenizer, has_tokenizer
 from mosaic.decoding.words import WordTokenizer
-from mosaic.errors import MissingExtra, MosaicError, UsageError
+from mosaic.errors import MissingExtra, UsageError
 from mosaic.models import Model
+from mosaic.models.policies.registry import POLICIES
 from mosaic.serving import openapi
 from mosaic.serving.answers import Answers, Piece
 from mosaic.serving.endings import Ending
@@ -163,10 +164,11 @@ class _Server:
         return length
 
     def _check(self, question: Question) -> None:
-        """Refuse what is longer than any request that fits, before it waits."""
-        longest = self.engine.longest
-        length = max(map(len, question.prompts)) + question.config.gen_length
-        if longest and length > longest:
+        """Refuse what is longer than any request with the policies of `base` that fits; others are refused by the engine."""
+        longest, config = self.engine.longest, question.config
+        length = max(map(len, question.prompts)) + config.gen_length
+        own = all(getattr(config, name) == getattr(self.base, name) for name in POLICIES)
+        if own and longest and length > longest:
             raise TooLarge(
                 f"prompt and answer take {length:,} positions, the largest request that fits has {longest:,}; shorten the prompt, "
                 "or ask for fewer tokens."
@@ -214,9 +216,8 @@ class _Server:
                             yield _event(reply.frame(index, frame))
                         if reason is not None:
                             yield _event(reply.piece(index, reason=reason))
-                except MosaicError as error:
-                    ending = Ending.of(error)
-                    request.state.note.error = ending.kind
+                except Exception as error:
+                    ending = _ending(error, request.state.note)
                     yield _event(error_body(ending.message, ending.kind, ending.status))
             if reply.question.with_usage:
                 yield _event(reply.last(answers.usage))
@@ -235,11 +236,12 @@ class _Server:
         if not isinstance(body, dict) or ("prompt" in body) == ("messages" in body):
             raise UsageError("give either 'prompt', a text, or 'messages'.")
         self._check_text(body)
-        ids = await asyncio.to_thread(self._ids, body)
-        found: dict[str, Any] = {"count": len(ids), "max_model_len": self.engine.longest, "tokens": ids}
-        if body.get("return_token_strs"):
-            found["token_strs"] = [self.decode([one]) for one in ids]
-        return JSONResponse(found)
+        return JSONResponse(await asyncio.to_thread(self._tokens, body))
+
+    def _tokens(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        ids = self._ids(body)
+        strings = {"token_strs": [self.decode([one]) for one in ids]} if body.get("return_token_strs") else {}
+        return {"count": len(ids), "max_model_len": self.engine.longest, "tokens": ids, **strings}
 
     def _ids(self, body: Mapping[str, Any]) -> list[int]:
         if isinstance(prompt := body.get("prompt"), str):
@@ -252,7 +254,9 @@ class _Server:
         self.gate.allow(request)
         body = await self.body(request)
         ids = body.get("tokens") if isinstance(body, dict) else None
-        most = self.model.architecture.vocabulary
+        most, longest = self.model.architecture.vocabulary, self.engine.longest
+        if isinstance(ids, list) and longest and len(ids) > longest:
+            raise TooLarge(f"tokens: {len(ids):,} tokens, no request that fits has more than {longest:,}; send fewer.")
         if not isinstance(ids, list) or not all(is_integer(one) and 0 <= one < most for one in ids):
             raise UsageError(f"tokens: expected a list of token ids, from 0 to {most - 1:,}.")
         return JSONResponse({"prompt": self.decode(ids)})
@@ -375,17 +379,9 @@ def create_app(
                 if answer not in (health, metrics):  # those who watch a server are not turned away
                     server.gate.admit(request)
                 return await answer(request)
-            except Ending as error:
-                ending = error
-            except MosaicError as error:
-                ending = Ending.of(error)
-            except RecursionError:
-                ending = Ending(400, "the body is nested too deeply.", "invalid_request_error")
-            except Exception:
-                _log.exception("request %s has failed", request.state.note.id)
-                ending = Ending(500, "the server has failed at this request; its log says how.", "server_error")
+            except Exception as error:
+                ending = _ending(error, request.state.note)
             server.metrics.refused(ending.reason)
-            request.state.note.error = ending.kind
             return ending.response()
 
         app.add_api_route(path, answered, methods=[method], name=path, response_model=None, **more)
@@ -441,6 +437,15 @@ def _length(body: Any) -> int:
         return len(body)
     parts = body.values() if isinstance(body, dict) else body if isinstance(body, list) else None
     return 1 if parts is None else sum(map(_length, parts))
+
+
+def _ending(error: Exception, note: Note) -> Ending:
+    """What an error means to the caller; one that nobody expects is logged."""
+    ending = Ending.of(error)
+    if ending.status == 500:
+        _log.error("request %s has failed", note.id, exc_info=error)
+    note.error = ending.kind
+    return ending
 
 
 def _listed(keys: Sequence[str]) -> str:

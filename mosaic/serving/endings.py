@@ -24,8 +24,14 @@ class Ending(Exception):
         super().__init__(message)
 
     @classmethod
-    def of(cls, error: MosaicError) -> Ending:
-        """What an error of ours means to the caller."""
+    def of(cls, error: Exception) -> Ending:
+        """What an error means to the caller; one that nobody expects is the server's own."""
+        if isinstance(error, Ending):
+            return error
+        if isinstance(error, RecursionError):
+            return cls(400, "the body is nested too deeply.", "invalid_request_error")
+        if not isinstance(error, MosaicError):
+            return cls(500, "the server has failed at this request; its log says how.", "server_error")
         if isinstance(error, Busy):
             return cls(429, str(error), "rate_limit_error", {"Retry-After": str(error.seconds)})
         if isinstance(error, TooLong):

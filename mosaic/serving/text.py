@@ -83,7 +83,13 @@ class AnswerText:
             self.stopped, self._held = stop, ""
             return text[: at + len(stop) * self._with_stop]
         kept = max(
-            (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0
+            (
+                size
+                for stop in self._stops
+                for size in range(1, min(len(stop), len(text) + 1))
+                if text.endswith(stop[:size])
+            ),
+            default=0,
         )
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]
