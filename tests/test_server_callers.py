@@ -99,13 +99,14 @@ def test_texts_of_single_tokens_are_made_while_others_are_answered(monkeypatch: 
 
 
 def test_only_requests_with_the_servers_own_policies_are_measured_by_its_longest() -> None:
-    """With others a longer one may fit, which the engine knows."""
+    """With others a longer one may fit, which the engine knows, up to what the model has positions for."""
     client = client_of(Short(), attention="mage")
     for more, status in (
         ({}, 400),
         ({"attention": "mage"}, 400),
         ({"attention": "quest"}, 200),
         ({"eviction": "focus"}, 200),
+        ({"attention": "quest", "max_tokens": MODEL.architecture.max_context}, 400),
     ):
-        found = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 64, **more})
+        found = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 64} | more)
         assert found.status_code == status, found.text

@@ -164,11 +164,12 @@ class _Server:
         return length
 
     def _check(self, question: Question) -> None:
-        """Refuse what is longer than any request with the policies of `base` that fits; others are refused by the engine."""
-        longest, config = self.engine.longest, question.config
+        """Refuse what is longer than any request with the policies of `base` that fits; of others the model's context says it."""
+        config = question.config
         length = max(map(len, question.prompts)) + config.gen_length
         own = all(getattr(config, name) == getattr(self.base, name) for name in POLICIES)
-        if own and longest and length > longest:
+        longest = self.engine.longest if own else self.model.architecture.max_context
+        if longest and length > longest:
             raise TooLarge(
                 f"prompt and answer take {length:,} positions, the largest request that fits has {longest:,}; shorten the prompt, "
                 "or ask for fewer tokens."
