@@ -46,7 +46,7 @@ _REPORTING: Final = (
 _DATA: Final = {"mosaic/devices.py": "mosaic/profiles/*.toml"}
 """Files that a module reads when it is loaded."""
 _DIGITS: Final = 12
-_elsewhere: set[str] = set()
+_elsewhere: set[Path] = set()
 
 
 def blob_id(content: bytes) -> str:
@@ -73,9 +73,9 @@ def from_root(file: Path) -> str | None:
 def also(files: Iterable[str | Path]) -> None:
     """Count files among those of this run: data that it read, and files that another process loaded for it."""
     for file in files:
-        if (path := from_root(ROOT / file)) is None:
+        if from_root(ROOT / file) is None:
             raise SystemExit(f"{file} is no file of {ROOT}: what is measured is named by its blob there.")
-        _elsewhere.add(path)
+        _elsewhere.add(ROOT / file)
 
 
 def loaded_by(*arguments: str) -> list[str]:
@@ -97,7 +97,7 @@ def loaded_by(*arguments: str) -> list[str]:
 
 def of_run() -> dict[str, str]:
     """Return the blobs that this run measures, by path: the loaded, read and counted files."""
-    mine = {*loaded(), *_elsewhere}
+    mine = {*loaded(), *filter(None, map(from_root, _elsewhere))}
     mine |= {path.relative_to(ROOT).as_posix() for by in mine & {*_DATA} for path in ROOT.glob(_DATA[by])}
     return {path: blob_id((ROOT / path).read_bytes()) for path in sorted(mine)}
 
