@@ -267,6 +267,13 @@ class Silent(Hasty):
             self.left += 1
 
 
+def test_options_that_were_read_before_are_not_taken_for_others_that_look_alike(base: str) -> None:
+    assert ask(base, "v1/completions", prompt="a", max_tokens=4, n=1, temperature=1)["usage"]["completion_tokens"] <= 4
+    assert "n: " in refusal(base, max_tokens=4, n=True, temperature=1)
+    assert "temperature" in refusal(base, max_tokens=4, n=1, temperature=True)
+    assert "max_tokens" in refusal(base, max_tokens=4.0, n=1, temperature=1)
+
+
 @pytest.mark.parametrize("key", ["attention", "stop", "prompt"])
 def test_no_depth_of_a_body_is_the_servers_failure(key: str) -> None:
     engine = cast(Any, Silent())

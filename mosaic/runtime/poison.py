@@ -66,9 +66,7 @@ class Poison:
         self._buffers = records.buffers
         self._peak_bytes = records.peak_bytes
         self._regions, self._views = regions, views
-        self._outliving: defaultdict[str | None, set[int]] = defaultdict(
-            set
-        )  # by loop: values that outlive an iteration
+        self._outliving = defaultdict[str | None, set[int]](set)  # by loop, values that outlive an iteration
         for barrier in records.barriers:
             self._outliving[barrier.region].update(barrier.carried)
         for op in records.ops:
