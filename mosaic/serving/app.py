@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 _CHARACTERS: Final = 4
 """A text of so many times as many characters as the longest tokens have together is too long, whatever is normalised away."""
 _SHORT: Final = 4096
-"""What is no longer is read in less time than a thread takes to begin while others are answered."""
+"""A body of so many bytes is read in less time than a thread takes to begin while others are answered."""
 _NAME, _NAMES = 64, 16
 """Characters and number of the keys that a header names."""
 COMPLETIONS: Final = "/v1/completions"
@@ -76,8 +76,8 @@ class _Server:
         self.engine = (engine or partial(Supervisor, options, limits))(self._stepped, self.metrics)
         self._began = int(time.time())
 
-    async def body(self, request: Request) -> Any:
-        """The JSON of a request."""
+    async def body(self, request: Request) -> tuple[Any, int]:
+        """The JSON of a request, and its bytes."""
         found, limits = bytearray(), self.limits
         try:
             async with asyncio.timeout(limits.slow_s):
@@ -86,7 +86,7 @@ class _Server:
                     if len(found) > limits.max_body_bytes:
                         said = f"the body has more than {limits.max_body_bytes:,} bytes."
                         raise Ending(413, said, "invalid_request_error")
-            return json.loads(found)
+            return json.loads(found), len(found)
         except TimeoutError:
             said = f"the body has not come within {limits.slow_s:g} s."
             raise Ending(408, said, "timeout_error", {"Connection": "close"}) from None
@@ -119,16 +119,16 @@ class _Server:
 
     async def _asked(self, request: Request, url: str | None = None) -> Question:
         """What a request asks for, as of this address, or as of a chat's if it has messages."""
-        body = await self.body(request)
+        body, size = await self.body(request)
         if isinstance(body, dict):
             self._require(body.get("model"))
-        length = self._check_text(body)
+        self._check_text(body)
         url = url or (CHAT if isinstance(body, dict) and "messages" in body else COMPLETIONS)
         reading = partial(
             read, body, url, self.base, self.model.architecture, self.tokenizer, strict=self.strict, policies=self.policies,
             most_prompts=self.limits.max_waiting,
         )  # fmt: skip
-        return reading() if length <= _SHORT else await asyncio.to_thread(reading)
+        return reading() if size <= _SHORT else await asyncio.to_thread(reading)
 
     async def plan(self, request: Request) -> Response:
         """Whether a request would fit, when, and what it would take; its body is that of a completion or a chat."""
@@ -153,15 +153,13 @@ class _Server:
         """The text of tokens by themselves, special ones included."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def _check_text(self, body: Any) -> int:
-        """Return the length of a body. Refuse text of which no tokenizer makes few enough tokens, before it is read: that may
-        take many seconds."""
-        length, most = _length(body), _CHARACTERS * self.engine.longest * self.tokenizer.longest_token
-        if self.engine.longest and length > most:
+    def _check_text(self, body: Any) -> None:
+        """Refuse text of which no tokenizer makes few enough tokens, before it is read: that may take many seconds."""
+        most = _CHARACTERS * self.engine.longest * self.tokenizer.longest_token
+        if self.engine.longest and (length := _length(body)) > most:
             raise TooLarge(
                 f"the text has {length:,} characters, no request that fits has more than {most:,}; shorten it."
             )
-        return length
 
     def _check(self, question: Question) -> None:
         """Refuse what is longer than any request with the policies of `base` that fits; of others the model's context says it."""
@@ -233,7 +231,7 @@ class _Server:
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or a conversation."""
         self.gate.allow(request)
-        body = await self.body(request)
+        body, _ = await self.body(request)
         if not isinstance(body, dict) or ("prompt" in body) == ("messages" in body):
             raise UsageError("give either 'prompt', a text, or 'messages'.")
         self._check_text(body)
@@ -253,7 +251,7 @@ class _Server:
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         self.gate.allow(request)
-        body = await self.body(request)
+        body, _ = await self.body(request)
         ids = body.get("tokens") if isinstance(body, dict) else None
         most, longest = self.model.architecture.vocabulary, self.engine.longest
         if isinstance(ids, list) and longest and len(ids) > longest:
@@ -433,11 +431,11 @@ def name_of(model: str, described: Model) -> str:
 
 
 def _length(body: Any) -> int:
-    """Characters of all texts of a body; any other value counts as one."""
+    """Characters of all texts of a body."""
     if isinstance(body, str):
         return len(body)
-    parts = body.values() if isinstance(body, dict) else body if isinstance(body, list) else None
-    return 1 if parts is None else sum(map(_length, parts))
+    parts = body.values() if isinstance(body, dict) else body if isinstance(body, list) else ()
+    return sum(map(_length, parts))
 
 
 def _ending(error: Exception, note: Note) -> Ending:
