@@ -11,7 +11,7 @@ from mosaic.models.step import bucket
 
 __all__ = ["COARSE", "SHARES", "below", "most_of", "rung", "rungs"]
 
-SHARES: Final = 16
+SHARES: Final = 8
 """Rungs between a number of blocks and twice as many."""
 COARSE: Final = 2
 """The same where a step can do with less than it is asked for: prompts beside blocks."""
@@ -22,7 +22,7 @@ def rung(blocks: int) -> int:
     """Return the rung of at least so many blocks.
 
     >>> [rung(blocks) for blocks in (3, 16, 17, 121)]
-    [3, 16, 17, 124]
+    [3, 16, 18, 128]
     """
     return bucket(blocks, share=SHARES)
 
@@ -31,7 +31,7 @@ def below(blocks: int, share: int = SHARES) -> int:
     """Return the next lower rung.
 
     >>> [below(blocks) for blocks in (2, 16, 18, 128)], below(128, share=COARSE)
-    ([1, 15, 17, 124], 96)
+    ([1, 15, 16, 120], 96)
     """
     step = 1 << max((blocks - 1).bit_length() - share.bit_length(), 0)
     return (blocks - 1) // step * step

@@ -482,6 +482,6 @@ class Scheduler:
         return self._most_tokens // block * block
 
     def _rung(self, tokens: int, block: int) -> int:
-        """Blocks that hold so many tokens, rounded up by at most a sixteenth; beyond `_most` only if the tokens are."""
+        """Blocks that hold so many tokens, rounded up by at most an eighth; beyond `_most` only if the tokens are."""
         blocks, most = rung(-(-tokens // block)), self._most(block)
         return blocks if tokens > most else min(blocks, most // block)
