@@ -60,6 +60,9 @@ PACE: Final = 1.5
 BACKLOG: Final = 512
 """How much longer a step with prompts may take than blocks alone: at least, and as many times as so many tokens wait for each
 request that runs."""
+FINER: Final = ((8, 8), (8, 4), (4, 4), (2, 4), (1, 4), (1, 2), (1, 1))
+"""Rungs, and sizes of a second graph, between a number and twice as many, that a warm session may have ready, the most first. A
+second graph takes as long as it has rows, the first one few layers, so that coarse rungs cost less than coarse sizes."""
 AHEAD: Final = 2
 """Steps that are launched before the first of them is read, on a device."""
 
@@ -259,11 +262,12 @@ class Scheduler:
     def ladder(self, rows: Sequence[TableRow]) -> list[tuple[Shape, int | None]]:
         """Return the steps that foreseen requests like these may need, with the size of the second graph of cut ones.
 
-        If they are more than can be kept ready, they have fewer rungs: others have substitutes, the largest of their kind at worst.
+        If they are more than can be kept ready, they have fewer rungs, and second graphs fewer sizes: others have substitutes, the
+        largest of their kind at worst.
         """
-        share = SHARES
-        while len(found := [*self._fitting(rows, share)]) > self._ready and share > 1:
-            share //= 2
+        for share, sizes in FINER:
+            if len(found := [*self._fitting(rows, share, sizes)]) <= self._ready:
+                break
         if len(found) > self._ready:
             found = [*dict(reversed(found)).items()][::-1]  # of each step the largest second graph
         kinds = [
@@ -271,11 +275,11 @@ class Scheduler:
         ]
         return [step for kind in kinds for step in kind[:: -(-len(found) // self._ready)]]
 
-    def _fitting(self, rows: Sequence[TableRow], share: int) -> Iterator[tuple[Shape, int | None]]:
+    def _fitting(self, rows: Sequence[TableRow], share: int, sizes: int) -> Iterator[tuple[Shape, int | None]]:
         for shape in dict.fromkeys(self._shapes(rows, share)):
             if self._table.fits(shape.room):
                 kept = self._table.kept(shape.room)
-                yield from ((shape, size) for size in kept[:: -SHARES // share])
+                yield from ((shape, size) for size in kept[:: -SHARES // sizes])
 
     def _shapes(self, rows: Sequence[TableRow], share: int) -> Iterator[Shape]:
         """Give these steps, the largest first. Prompts come in steps of group 0 alone, and fill them."""

@@ -21,6 +21,8 @@ SEEN: Final = State(name="seen")
 """Not a state: in counts of rows, the keys that all requests see together, where they are more than there are rows."""
 DECIDED: Final = (1, 2, 4, 8)
 """Eighths of a step's tokens that it has rows to decide for: unembedding takes a tenth of a step, and each is a plan more."""
+CUT_DECIDED: Final = DECIDED[2:]
+"""The same of a cut step, which unembeds no more rows than its second graph keeps: each is as many plans more as that has sizes."""
 
 
 class Room(NamedTuple):
@@ -36,16 +38,18 @@ class Room(NamedTuple):
     @lru_cache(maxsize=4096)
     def of(cls, phase: Phase, requests: int, blocks: int, block: int, rows: int) -> Room:
         """Return room for one request or as many as there are blocks, and at least so many rows, in one of few numbers."""
-        return cls(phase, 1 if requests == 1 else blocks, blocks, block, decided(rows, blocks * block))
+        return cls(
+            phase, 1 if requests == 1 else blocks, blocks, block, decided(rows, blocks * block, phase.cut is not None)
+        )
 
     @classmethod
     def ladder(cls, phase: Phase, requests: int, blocks: int, block: int, own_rows: int) -> list[Room]:
         """Return all rooms of so many blocks for up to so many requests, each of which decides up to `own_rows` rows; the most rows
         first."""
-        found = dict[Room, None]()
+        found, cut = dict[Room, None](), phase.cut is not None
         for count in sorted({1, min(blocks, requests)}):
-            least, most = (decided(rows, blocks * block) for rows in (own_rows, own_rows * count))
-            for rows in decisions(blocks * block):
+            least, most = (decided(rows, blocks * block, cut) for rows in (own_rows, own_rows * count))
+            for rows in decisions(blocks * block, cut):
                 if least <= rows <= most:
                     found[cls.of(phase, count, blocks, block, rows)] = None
         return list(found)[::-1]
@@ -80,20 +84,20 @@ class Room(NamedTuple):
         return f"{self.tokens:,} tokens, {self.rows:,} rows to decide"
 
 
-def decided(rows: int, tokens: int) -> int:
+def decided(rows: int, tokens: int, cut: bool = False) -> int:
     """Return the rows to decide that a step of some tokens has room for, of at least `rows`: one of few numbers.
 
-    >>> decided(4, 64), decided(300, 1024), decided(700, 1024), decided(0, 8192)
-    (64, 512, 1024, 1024)
+    >>> decided(4, 64), decided(300, 1024), decided(700, 1024), decided(0, 8192), decided(0, 8192, cut=True)
+    (64, 512, 1024, 1024, 4096)
     """
-    return (found := decisions(tokens))[bisect_left(found, min(rows, tokens))]
+    return (found := decisions(tokens, cut))[bisect_left(found, min(rows, tokens))]
 
 
-def decisions(tokens: int) -> list[int]:
+def decisions(tokens: int, cut: bool = False) -> list[int]:
     """Return all that `decided` returns for steps of so many tokens, ascending."""
     if tokens <= MOST_DOUBLED:  # unembedding them all takes as long as unembedding one
         return [tokens]
-    return [-(-tokens * share // DECIDED[-1]) for share in DECIDED]
+    return [-(-tokens * share // DECIDED[-1]) for share in (CUT_DECIDED if cut else DECIDED)]
 
 
 class Shape(NamedTuple):
