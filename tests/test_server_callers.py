@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -29,8 +29,8 @@ class Short(Hasty):
 class Broken(Hasty):
     """An engine that raises what nobody expects, after its first token."""
 
-    async def answer(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
-        async for told in super().answer():
+    def telling(self) -> Iterator[Any]:
+        for told in super().telling():
             yield told
             raise RuntimeError("a secret of ours")
 

@@ -478,8 +478,8 @@ def test_a_server_is_warm_on_a_card_and_starts_where_that_cannot_be_unless_it_wa
     monkeypatch.setattr("signal.signal", lambda *_: None)
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["sdar"], "max_position_embeddings": 96}))
     ours, theirs = Pipe()
-    ours.send(None)  # it ends when it is ready
+    ours.send([None])  # it ends when it is ready
     run_engine(EngineOptions(model=str(tmp_path), load_format="dummy", max_num_seqs=5000, warm=warm), theirs)
     assert asked == [{"requests": 1024, "tokens": 96}] * (on_card if warm is None else warm)
-    said = ours.recv()
+    (said,) = ours.recv()
     assert said == Failed(str(refused)) if warm and refused else isinstance(said, Ready)

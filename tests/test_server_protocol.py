@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -171,7 +171,19 @@ class Hasty:
 
     state, failure, longest, restarts, waiting, step_s, pid, started = "ready", "", 0, 0, 0, 0.0, None, True
 
-    async def answer(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+    async def ready(self) -> None:
+        """It is."""
+
+    def ask(self, _: Any, __: Any, heard: Callable[[Any], object], **___: Any) -> Callable[[], object]:
+        """Tell all that is to be told, before this returns."""
+        try:
+            for told in self.telling():
+                heard(told)
+        except Exception as error:
+            heard(error)
+        return lambda: None
+
+    def telling(self) -> Iterator[Any]:
         ids = TOKENIZER.encode("one two three four")
         for at, token in enumerate(ids):
             yield {0: Fresh([token], frame=Frame(at + 1, 0, 9, []), steps=at + 1)}
@@ -187,8 +199,8 @@ class Lost(Hasty):
     def __init__(self, losses: int) -> None:
         self.losses = losses
 
-    async def answer(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
-        async for told in super().answer():
+    def telling(self) -> Iterator[Any]:
+        for told in super().telling():
             yield told if isinstance(told, Ended) else {0: told[0]._replace(frame=None)}
             if self.losses > 0:
                 self.losses -= 1
@@ -258,13 +270,12 @@ class Silent(Hasty):
 
     asked = left = 0
 
-    async def answer(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+    def ask(self, *_: Any, **__: Any) -> Callable[[], object]:
         self.asked += 1
-        try:
-            await asyncio.Event().wait()
-            yield
-        finally:
-            self.left += 1
+        return self.leave
+
+    def leave(self) -> None:
+        self.left += 1
 
 
 def test_options_that_were_read_before_are_not_taken_for_others_that_look_alike(base: str) -> None:

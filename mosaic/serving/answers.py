@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mosaic.errors import MosaicError
 from mosaic.serving.messages import Ended, Frame, Fresh
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mosaic.decoding.tokenizer import Tokenizer
     from mosaic.serving.metrics import Metrics
     from mosaic.serving.protocol import Question
-    from mosaic.serving.supervisor import Asks
+    from mosaic.serving.supervisor import Asks, Heard
 
 __all__ = ["Answers", "Piece", "TooLong"]
 
@@ -72,55 +72,52 @@ class Answers:
         """What they have taken."""
         return Usage(sum(text.tokens for text in self.texts), sum(self._cached), sum(self._steps))
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Yield further text of an answer, or none where there is a new canvas."""
-        heard: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._follow(place, heard)) for place in range(len(self._question.prompts))]
+    async def pieces(self) -> AsyncGenerator[list[Piece], None]:
+        """Yield what has come together: further text of answers, or none where there is a new canvas."""
+        question, answers, pieces = self._question, self._question.params.n, list[Piece]()
+        heard: asyncio.Queue[tuple[int, Heard | Exception]] = asyncio.Queue()
         over = TooLong(f"the answer has not ended within {self._timeout_s:g} s, the limit here; ask for fewer tokens.")
         left_s = max(self._began + self._timeout_s - time.perf_counter(), 0.0)
-        ending = asyncio.get_running_loop().call_later(left_s, heard.put_nowait, over)
         try:
-            open_ = len(tasks)
-            while open_:
-                found = await heard.get()
+            async with asyncio.timeout(left_s):
+                await self._engine.ready()
+        except TimeoutError:
+            raise over from None
+        asked = dict[int, Callable[[], object]]()
+        ending = asyncio.get_running_loop().call_later(left_s, heard.put_nowait, (0, over))
+        try:
+            for place, prompt in enumerate(question.prompts):
+                asked[place] = self._engine.ask(
+                    prompt, question.config, partial(_put, heard, place), answers=answers, draws=place * _NEXT_PROMPT,
+                    scores=question.logprobs, frames=question.frames, owner=self._owner, name=self._name,
+                )  # fmt: skip
+            while asked:
+                place, found = await heard.get()
+                if place in asked and not isinstance(found, Exception):
+                    pieces += self._ended(place, found) if isinstance(found, Ended) else self._fresh(place, found)
+                    all_stopped = None not in self.reasons[place * answers : (place + 1) * answers]
+                    if all_stopped or isinstance(found, Ended):
+                        asked.pop(place)()
+                if pieces and (isinstance(found, Exception) or not asked or heard.empty()):
+                    yield pieces
+                    pieces = []
                 if isinstance(found, Exception):
                     raise found
-                if found is None:
-                    open_ -= 1
-                else:
-                    yield found
         finally:
             ending.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for cancel in asked.values():
+                cancel()
         reasons = [reason or "" for reason in self.reasons]
         self._metrics.answered(time.perf_counter() - self._began, self.first_s or 0.0, self.usage.tokens, reasons)
 
-    async def _follow(self, place: int, heard: asyncio.Queue[Piece | Exception | None]) -> None:
-        """Follow one prompt."""
-        question, answers = self._question, self._question.params.n
-        first = place * answers
-        asked = self._engine.answer(
-            question.prompts[place], question.config, answers=answers, draws=place * _NEXT_PROMPT, scores=question.logprobs,
-            frames=question.frames, owner=self._owner, name=self._name,
-        )  # fmt: skip
-        try:
-            async with aclosing(asked):
-                async for found in asked:
-                    if isinstance(found, Ended):
-                        self._end(place, found, heard)
-                        break
-                    for at, fresh in found.items():
-                        self._cached[place] = fresh.cached_tokens
-                        self._push(first + at, fresh, heard)
-                    if None not in self.reasons[first : first + answers]:  # all have met a stop
-                        break
-            heard.put_nowait(None)
-        except Exception as error:
-            heard.put_nowait(error)
+    def _fresh(self, place: int, found: Mapping[int, Fresh]) -> Iterator[Piece]:
+        """The pieces of what is new of a prompt's answers."""
+        for at, fresh in found.items():
+            self._cached[place] = fresh.cached_tokens
+            if (piece := self._push(place * self._question.params.n + at, fresh)) is not None:
+                yield piece
 
-    def _push(self, index: int, fresh: Fresh, heard: asyncio.Queue[Any]) -> None:
+    def _push(self, index: int, fresh: Fresh) -> Piece | None:
         if self.first_s is None and fresh.ids:
             self.first_s = time.perf_counter() - self._began
             self._metrics.began(self.first_s)
@@ -135,15 +132,13 @@ class Answers:
         else:
             shown = text.push(fresh.ids)
         if self.reasons[index] is not None:
-            return
+            return None
         if text.stopped is not None:
-            heard.put_nowait(self._piece(index, shown, "stop"))
-            return
+            return self._piece(index, shown, "stop")
         framed = fresh.frame is not None and index not in self.frames
         if fresh.frame is not None:
             self.frames[index] = fresh.frame
-        if shown or framed:
-            heard.put_nowait(self._piece(index, shown))
+        return self._piece(index, shown) if shown or framed else None
 
     def _piece(self, index: int, shown: str, reason: str | None = None) -> Piece:
         """A piece; without text it leaves what tokens were committed by to the next one, unless it is the last."""
@@ -155,7 +150,8 @@ class Answers:
             self.frames.pop(index, None)
         return Piece(index, shown, scores, reason)
 
-    def _end(self, place: int, ended: Ended, heard: asyncio.Queue[Any]) -> None:
+    def _ended(self, place: int, ended: Ended) -> Iterator[Piece]:
+        """The last pieces of a prompt's answers."""
         answers = self._question.params.n
         self._cached[place] = ended.cached_tokens
         for at, (finish, steps) in enumerate(zip(ended.finishes, ended.steps, strict=True)):
@@ -164,4 +160,8 @@ class Answers:
             if self.reasons[index] is None:
                 shown = self.texts[index].flush()
                 stopped = finish == "eos" or self.texts[index].stopped is not None
-                heard.put_nowait(self._piece(index, shown, "stop" if stopped else finish))
+                yield self._piece(index, shown, "stop" if stopped else finish)
+
+
+def _put(heard: asyncio.Queue[tuple[int, Heard | Exception]], place: int, found: Heard | Exception) -> None:
+    heard.put_nowait((place, found))

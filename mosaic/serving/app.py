@@ -6,8 +6,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
@@ -20,9 +20,10 @@ from mosaic.errors import MissingExtra, UsageError
 from mosaic.models import Model
 from mosaic.models.policies.registry import POLICIES
 from mosaic.serving import openapi
-from mosaic.serving.answers import Answers, Piece
+from mosaic.serving.answers import Answers
 from mosaic.serving.endings import Ending
 from mosaic.serving.engine import EngineOptions
+from mosaic.serving.events import events
 from mosaic.serving.gate import Gate
 from mosaic.serving.logs import Logged, Note
 from mosaic.serving.metrics import Metrics
@@ -179,9 +180,10 @@ class _Server:
 
         async def collect() -> None:
             async with aclosing(answers.pieces()) as pieces:
-                async for index, text, found, _ in pieces:
-                    texts[index] += text
-                    scores[index] += found
+                async for some in pieces:
+                    for index, text, found, _ in some:
+                        texts[index] += text
+                        scores[index] += found
 
         await _unless_left(request, collect())
         reasons = [reason or "" for reason in answers.reasons]
@@ -190,40 +192,14 @@ class _Server:
     async def _streamed(self, request: Request, reply: Reply, answers: Answers, headers: dict[str, str]) -> Response:
         """A response that begins when there is something to send: what is refused before has its status."""
         pieces = answers.pieces()
-
-        async def begin() -> Piece:
-            return await anext(pieces)
-
         try:
-            first = await _unless_left(request, begin())
+            first = await _unless_left(request, anext(pieces))
         except BaseException:
             await pieces.aclose()
             raise
 
-        async def events() -> AsyncIterator[str]:
-            shown = set[int]()
-            async with aclosing(pieces):
-                try:
-                    async for index, text, scores, reason in _after(first, pieces):
-                        role = index not in shown
-                        shown.add(index)
-                        if role and reply.question.chat:
-                            yield _event(reply.piece(index, "", role=True))
-                        if text or scores:
-                            yield _event(reply.piece(index, text, scores=scores))
-                        if (frame := answers.frames.pop(index, None)) is not None:
-                            yield _event(reply.frame(index, frame))
-                        if reason is not None:
-                            yield _event(reply.piece(index, reason=reason))
-                except Exception as error:
-                    ending = _ending(error, request.state.note)
-                    yield _event(error_body(ending.message, ending.kind, ending.status))
-            if reply.question.with_usage:
-                yield _event(reply.last(answers.usage))
-            yield "data: [DONE]\n\n"
-
         return StreamingResponse(
-            events(),
+            events(first, pieces, answers, reply, partial(_ending, note=request.state.note)),
             media_type="text/event-stream",
             headers={**headers, "Cache-Control": "no-store", "X-Accel-Buffering": "no"},
         )
@@ -459,29 +435,26 @@ async def _left(request: Request) -> None:
         pass
 
 
-async def _unless_left(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Return what work does, which ends if the caller leaves."""
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(request))
+async def _unless_left(request: Request, work: Awaitable[_T]) -> _T:
+    """Return what work does, which ends if the caller leaves. It begins at once, before others that wait for their turn."""
+    task, works, left = asyncio.current_task(), True, False
+    assert task is not None
+
+    def leave(_: asyncio.Task[None]) -> None:  # perhaps in the turn after the work has ended
+        nonlocal left
+        left = works and task.cancel()
+
+    leaving = asyncio.create_task(_left(request))
+    leaving.add_done_callback(leave)
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return await work
+    except asyncio.CancelledError:
+        if not left or task.uncancel():
+            raise
+        raise Ending(499, "the caller has left.", "cancelled") from None
     finally:
+        works = False
         leaving.cancel()
-        if left := working.cancel():
-            with suppress(asyncio.CancelledError):
-                await working
-    if left:
-        raise Ending(499, "the caller has left.", "cancelled")
-    return working.result()
-
-
-async def _after(first: Piece, others: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
-    yield first
-    async for one in others:
-        yield one
-
-
-def _event(found: dict[str, Any]) -> str:
-    return f"data: {json.dumps(found, ensure_ascii=False)}\n\n"
 
 
 def _tokenizer(model: Model, load_format: str) -> Tokenizer:

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from mosaic.decoding.live import LiveRequest
     from mosaic.decoding.streaming import Step
     from mosaic.runtime.compiled import CompiledModel
-    from mosaic.serving.messages import ToEngine
+    from mosaic.serving.messages import ToEngine, ToServer
 
 __all__ = ["LOAD_FORMATS", "EngineOptions", "run_engine"]
 
@@ -177,10 +177,10 @@ class _Engine:
         while True:
             busy = bool(self._session.live or self._waiting or self._stream.holds)
             while self._connection.poll(0 if busy else _IDLE_S):
-                message = self._connection.recv()
-                if message is None:
-                    return
-                self._take(message)
+                for message in self._connection.recv():
+                    if message is None:
+                        return
+                    self._take(message)
                 busy = True
             while self._waiting and self._stream.wants:
                 self._submit(self._waiting.popleft())
@@ -191,10 +191,10 @@ class _Engine:
                 self._last = self._stream.steps[0]
             fresh = {number: found for number, feeds in self._feeds.items() if (found := _taken(*feeds))}
             if fresh or outcomes or busy:
-                self._connection.send(self._state(fresh, seconds))
-            for outcome in outcomes:
-                feeds, _ = self._feeds.pop(outcome.number)
-                self._connection.send(self._answer(outcome, feeds[0].config))
+                self._tell(self._state(fresh, seconds), *map(self._answer, outcomes))
+
+    def _tell(self, *messages: ToServer) -> None:
+        self._connection.send(messages)
 
     def _take(self, message: ToEngine) -> None:
         if isinstance(message, Asked):
@@ -205,16 +205,16 @@ class _Engine:
             self._watched_s = time.monotonic()
             return
         if isinstance(message, Wondered):
-            self._connection.send(Told(message.number, self._foretell(message.prompt, message.config)))
+            self._tell(Told(message.number, self._foretell(message.prompt, message.config)))
             return
         if isinstance(message, PlanWanted):
             document = "no step has run yet." if self._last is None else self._last.plan.document
-            self._connection.send(Told(message.number, document))
+            self._tell(Told(message.number, document))
             return
         kept = deque(asked for asked in self._waiting if asked.number != message.number)
         if len(kept) < len(self._waiting):
             self._waiting = kept
-            self._connection.send(Ended(number=message.number))
+            self._tell(Ended(number=message.number))
         else:
             self._stream.cancel(message.number)
 
@@ -290,7 +290,8 @@ class _Engine:
             else None
         )
 
-    def _answer(self, outcome: Outcome, config: GenerationConfig) -> Ended | Refused:
+    def _answer(self, outcome: Outcome) -> Ended | Refused:
+        feeds, _ = self._feeds.pop(outcome.number)
         if outcome.error is not None:
             return Refused(
                 number=outcome.number, message=str(outcome.error), fits=not isinstance(outcome.error, DoesNotFit)
@@ -298,7 +299,7 @@ class _Engine:
         steps = [one.steps for one in outcome.generations]
         return Ended(
             number=outcome.number, finishes=[one.finish for one in outcome.generations], steps=steps,
-            positions=sum(steps) * (resolve(config, self._model.architecture).block_length or 1),
+            positions=sum(steps) * (resolve(feeds[0].config, self._model.architecture).block_length or 1),
             prompt_tokens=max((one.prompt_ids.numel() for one in outcome.generations), default=0),
             cached_tokens=min((one.cached_tokens for one in outcome.generations), default=0),
         )  # fmt: skip
@@ -344,7 +345,7 @@ def run_engine(options: EngineOptions, connection: Connection) -> None:
     try:
         _serve(options, connection)
     except MosaicError as error:
-        connection.send(Failed(str(error)))
+        connection.send((Failed(str(error)),))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         _log.warning("the server is gone")
     except Exception:
@@ -371,5 +372,5 @@ def _serve(options: EngineOptions, connection: Connection) -> None:
         context, token = arch.max_context or MAX_TOKENS, int(arch.mask_token_id == 0)
         if compiled.asynchronous if options.warm is None else options.warm:
             _warm(session, options, context)
-        connection.send(Ready(longest=_longest(session, options.base, token, context)))
+        connection.send((Ready(longest=_longest(session, options.base, token, context)),))
         _Engine(compiled, session, options, connection).run()

@@ -107,13 +107,22 @@ class Engine:
     async def answer(
         self, prompt: Sequence[int], config: GenerationConfig, asked: dict[str, Any]
     ) -> AsyncIterator[Any]:
-        """Yield what the supervisor's does, and an error as a value."""
+        """Yield what the supervisor tells, and an error as a value."""
+        supervisor = self._start()
+        heard: asyncio.Queue[Heard | Exception] = asyncio.Queue()
         try:
-            async with contextlib.aclosing(self._start().answer(prompt, config, **asked)) as heard:
-                async for one in heard:
-                    yield one
+            await supervisor.ready()
+            cancel = supervisor.ask(prompt, config, heard.put_nowait, **asked)
         except MosaicError as error:
             yield _raised(error)
+            return
+        try:
+            one: Heard | Exception | None = None
+            while not isinstance(one, Ended | Exception):
+                one = await heard.get()
+                yield _raised(one) if isinstance(one, MosaicError) else one
+        finally:
+            cancel()
 
     async def forecast(self, prompt: Sequence[int], config: GenerationConfig) -> Forecast | _Raised:
         """Return that of the supervisor."""
@@ -303,15 +312,34 @@ class Replicas:
             key=lambda one: (-one.shares(units) if not least else 0, one.open),
         )
 
-    async def answer(
-        self, prompt: Sequence[int], config: GenerationConfig, *, name: str = "", **asked: Any
-    ) -> AsyncGenerator[Heard, None]:
-        """Yield what a replica does; as a supervisor's."""
-        await self.ready()
+    def ask(
+        self, prompt: Sequence[int], config: GenerationConfig, heard: Callable[[Heard | Exception], object], **asked: Any
+    ) -> Callable[[], object]:  # fmt: skip
+        """Ask a replica; as a supervisor's."""
         if self.waiting >= self._limits.max_waiting:
             raise Busy(
                 f"{self.waiting:,} requests wait, which is as many as may; ask again later.", min(self._all("retry_s"))
             )
+        return asyncio.create_task(self._follow(prompt, config, heard, **asked)).cancel
+
+    async def _follow(
+        self,
+        prompt: Sequence[int],
+        config: GenerationConfig,
+        heard: Callable[[Heard | Exception], object],
+        **asked: Any,
+    ) -> None:
+        try:
+            async with contextlib.aclosing(self._answer(prompt, config, **asked)) as answers:
+                async for one in answers:
+                    heard(one)
+        except Exception as error:
+            heard(error)
+
+    async def _answer(
+        self, prompt: Sequence[int], config: GenerationConfig, *, name: str = "", **asked: Any
+    ) -> AsyncGenerator[Heard, None]:
+        """Yield what a replica does, or another one if it is lost."""
         units = _units(prompt)
         lost: _Replica | None = None
         while True:

@@ -11,8 +11,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
@@ -34,6 +35,8 @@ Heard: TypeAlias = "Mapping[int, Fresh] | Ended"
 """What a prompt's caller hears: what is new by answer, then the end."""
 _STEPS: Final = 16
 """Over about so many steps their time is averaged."""
+_TOLD_TOGETHER: Final = 8
+"""Callers who hear something in one turn of the loop."""
 _MOST_FAILURES: Final = 3
 """An engine that was ready once, and so often in a row ends before it is again, is not started any more."""
 _log = logging.getLogger(__name__)
@@ -93,7 +96,7 @@ class _Running:
     """A prompt that the engine works on, and who listens."""
 
     asked: Asked
-    heard: asyncio.Queue[Heard | MosaicError] = field(default_factory=asyncio.Queue)
+    heard: Callable[[Heard | Exception], object]
     name: str
     told: bool = False
     again: bool = False
@@ -126,10 +129,10 @@ class Asks(Protocol):
     async def close(self) -> None: ...
     async def forecast(self, prompt: Sequence[int], config: GenerationConfig) -> Forecast: ...
     async def plan(self) -> Mapping[str, Any]: ...
-    def answer(
-        self, prompt: Sequence[int], config: GenerationConfig, *, answers: int, draws: int, scores: bool = False,
-        frames: bool = False, owner: str = "", name: str = "",
-    ) -> AsyncGenerator[Heard, None]: ...  # fmt: skip
+    def ask(
+        self, prompt: Sequence[int], config: GenerationConfig, heard: Callable[[Heard | Exception], object], *, answers: int,
+        draws: int, scores: bool = False, frames: bool = False, owner: str = "", name: str = "",
+    ) -> Callable[[], object]: ...  # fmt: skip
 
 
 class Supervisor:
@@ -162,6 +165,7 @@ class Supervisor:
         self.step_s, self._stepped_s = 0.0, math.inf
         self._room_in: int | None = None
         self._running = dict[int, _Running]()
+        self._found = deque[tuple[_Running, Any]]()
         self._wondering = dict[int, asyncio.Future[Forecast | Mapping[str, Any] | str]]()
         self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
         self._rate = _Rate()
@@ -209,7 +213,7 @@ class Supervisor:
         """Answer whoever still listens that the server ends."""
         for number, running in [*self._running.items()]:
             del self._running[number]
-            running.heard.put_nowait(EngineFailed("the server ends; ask again, it may be another one."))
+            self._hand(running, EngineFailed("the server ends; ask again, it may be another one."))
             self._outbox.put(Cancelled(number))
 
     async def close(self) -> None:
@@ -224,57 +228,53 @@ class Supervisor:
                 process.kill()
                 await asyncio.to_thread(process.join)
 
-    async def answer(
-        self, prompt: Sequence[int], config: GenerationConfig, *, answers: int, draws: int, scores: bool = False,
-        frames: bool = False, owner: str = "", name: str = "",
-    ) -> AsyncGenerator[Heard, None]:  # fmt: skip
-        """Yield what is new by answer, and the end. Who stops listening cancels the request.
+    def ask(
+        self, prompt: Sequence[int], config: GenerationConfig, heard: Callable[[Heard | Exception], object], *, answers: int,
+        draws: int, scores: bool = False, frames: bool = False, owner: str = "", name: str = "",
+    ) -> Callable[[], object]:  # fmt: skip
+        """Ask the engine, which was `ready`; return what cancels the request, unless it has ended.
 
-        The arguments are those of `Asked`; the log calls the request `name`.
+        `heard` is called with what is new by answer, and with the end, or with an error: `TooLarge` if the request does not fit,
+        `EngineFailed` if the engine has ended after it had told something of it, or twice, another `MosaicError` if it cannot be.
+        The other arguments are those of `Asked`; the log calls the request `name`.
 
         Raises
         ------
         Busy
             If too many wait.
-        TooLarge
-            If it does not fit.
-        EngineFailed
-            If the engine has ended after it had told something of this request, or twice.
-        MosaicError
-            If it cannot be.
         """
-        await self.ready()
         if self.waiting >= self._limits.max_waiting:
             raise Busy(f"{self.waiting:,} requests wait, which is as many as may; ask again later.", self.retry_s)
         self._numbers += 1
         number = self._numbers
-        running = _Running(name=name, asked=Asked(
+        self._running[number] = running = _Running(name=name, heard=heard, asked=Asked(
             number=number, prompt=prompt, config=config, answers=answers, draws=draws, scores=scores, frames=frames,
             owner=owner,
         ))  # fmt: skip
-        self._running[number] = running
         self.waiting += 1
         self._outbox.put(running.asked)
-        try:
-            while True:
-                heard = await running.heard.get()
-                if isinstance(heard, MosaicError):
-                    raise heard
-                yield heard
-                if isinstance(heard, Ended):
-                    return
-        finally:
-            if self._running.pop(number, None) is not None:
-                self._outbox.put(Cancelled(number))
+        return partial(self._cancel, number)
+
+    def _cancel(self, number: int) -> None:
+        if self._running.pop(number, None) is not None:
+            self._outbox.put(Cancelled(number))
 
     async def forecast(self, prompt: Sequence[int], config: GenerationConfig) -> Forecast:
-        """Return what a request would take, and when there is room for it; as for `answer`."""
+        """Return what a request would take, and when there is room for it.
+
+        Raises
+        ------
+        EngineFailed
+            If the engine does not start, or ends before it has told.
+        MosaicError
+            If it cannot be.
+        """
         found = await self._tell(lambda number: Wondered(number=number, prompt=prompt, config=config))
         assert isinstance(found, Forecast)
         return found
 
     async def plan(self) -> Mapping[str, Any]:
-        """Return the document of the plan of the last step; as for `answer`."""
+        """Return the document of the plan of the last step; as for `forecast`."""
         found = await self._tell(PlanWanted)
         assert isinstance(found, Mapping)
         return found
@@ -312,8 +312,8 @@ class Supervisor:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
             with contextlib.suppress(EOFError, OSError):
                 while True:
-                    message = connection.recv()
-                    self._loop.call_soon_threadsafe(self._take, message)
+                    for message in connection.recv():
+                        self._loop.call_soon_threadsafe(self._take, message)
             process.join()
             self._loop.call_soon_threadsafe(self._ended, process.exitcode)
 
@@ -334,7 +334,7 @@ class Supervisor:
             for number, fresh in message.fresh.items():
                 if (running := self._running.get(number)) is not None:
                     running.told = True
-                    running.heard.put_nowait(fresh)
+                    self._hand(running, fresh)
         elif isinstance(message, Told):
             if (told := self._wondering.get(message.number)) is not None and not told.done():
                 told.set_result(message.found)
@@ -342,9 +342,23 @@ class Supervisor:
             self._rate.note()
             self._metrics.ended(message)
             if (running := self._running.pop(message.number, None)) is not None:
-                running.heard.put_nowait(message)
+                self._hand(running, message)
         elif (running := self._running.pop(message.number, None)) is not None:
-            running.heard.put_nowait(MosaicError(message.message) if message.fits else TooLarge(message.message))
+            self._hand(running, MosaicError(message.message) if message.fits else TooLarge(message.message))
+
+    def _hand(self, running: _Running, found: Heard | Exception) -> None:
+        """Let a prompt's caller hear something, in order. Few hear in one turn of the loop: where many answers end together, the
+        first of their callers ask again while the others are told."""
+        self._found.append((running, found))
+        if len(self._found) == 1:
+            self._loop.call_soon(self._hand_on)
+
+    def _hand_on(self) -> None:
+        for _ in range(min(len(self._found), _TOLD_TOGETHER)):
+            running, found = self._found.popleft()
+            running.heard(found)
+        if self._found:
+            self._loop.call_soon(self._hand_on)
 
     def _time(self, running: int) -> None:
         """Note when a step has ended; one that followed another at once says how long it took."""
@@ -373,7 +387,7 @@ class Supervisor:
                 del self._running[number]
                 hit.append(running.name)
                 failed = EngineFailed if self.state == "failed" or running.again else AnswerLost
-                running.heard.put_nowait(failed("the engine has failed while it worked on this request; ask again."))
+                self._hand(running, failed("the engine has failed while it worked on this request; ask again."))
             else:
                 running.again = True
                 again.append(running.asked)
@@ -411,9 +425,13 @@ class _Rate:
 
 
 def _send(connection: Connection, outbox: queue.SimpleQueue[ToEngine | None]) -> None:
-    """In a thread of its own: tell the engine, which may be in the middle of a step."""
+    """In a thread of its own: tell the engine, which may be in the middle of a step. What has come meanwhile goes out together, for
+    the thread waits for its turn after each write."""
     with contextlib.suppress(OSError):
-        message: ToEngine | None
-        while (message := outbox.get()) is not None:
-            connection.send(message)
-        connection.send(None)
+        messages: list[ToEngine | None] = []
+        while None not in messages:
+            messages = [outbox.get()]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    messages.append(outbox.get_nowait())
+            connection.send(messages)
