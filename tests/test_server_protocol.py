@@ -322,19 +322,18 @@ def test_who_leaves_before_there_is_anything_to_send_is_cancelled(stream: bool) 
     assert (silent.asked, silent.left, sent[0]["status"]) == (1, 1, 499)
 
 
-def test_an_answer_ends_once_behind_all_of_its_text() -> None:
+def test_an_answer_ends_once_behind_all_of_its_text_and_what_is_known_together_is_sent_together() -> None:
     async def ask_it() -> list[Any]:
         hasty: Any = Hasty()
         app = create_app(MODEL, "m", EngineOptions(model="small-sdar"), engine=lambda *_: hasty)
         body = json.dumps({"prompt": "a", "stream": True, "diffusion_frames": True}).encode()
-        waiting, sent = [{"type": "http.request", "body": body, "more_body": False}], b""
+        waiting, sent = [{"type": "http.request", "body": body, "more_body": False}], list[bytes]()
 
         async def receive() -> Any:
             return waiting.pop() if waiting else await asyncio.Event().wait()
 
         async def send(message: Any) -> None:
-            nonlocal sent
-            sent += message.get("body", b"")
+            sent.append(message.get("body", b""))
 
         scope = {
             "type": "http",
@@ -345,7 +344,9 @@ def test_an_answer_ends_once_behind_all_of_its_text() -> None:
             "http_version": "1.1",
         }
         await app(scope, receive, send)
-        lines = sent.decode().splitlines()
+        (told,) = filter(None, sent)
+        assert told.endswith(b"data: [DONE]\n\n")
+        lines = told.decode().splitlines()
         return [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
 
     found = asyncio.run(ask_it())
