@@ -116,3 +116,17 @@ def test_token_ids_of_many_prompts_are_no_long_text() -> None:
     client, longest = client_of(Short()), 4 * Short.longest * Tokenizer(str(MODEL.path), mask=None).longest_token
     body = {"prompt": [[102] * 40] * 200, "max_tokens": 8}
     assert longest < 40 * 200 and client.post("/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ([5, 6.0], "6.0 at place 1"), ([[5], 6], "6 at place 1"), (["a", 5, None], "None at place 2"), ([5, True], "True at"),
+        ([5, 10**9], "1000000000"), ([[5], [5, -1]], "-1"), ([MODEL.architecture.mask_token_id], "mask token"), ([[]], "empty"),
+    ],
+)  # fmt: skip
+def test_a_prompt_that_is_none_is_refused_before_it_waits_for_its_turn(prompt: Any, says: str) -> None:
+    engine = Hasty()
+    engine.ask = lambda *_, **__: pytest.fail("the engine was asked")  # type: ignore[method-assign]
+    status, kind, said = error_of(client_of(engine).post("/v1/completions", json={"prompt": prompt}))
+    assert (status, kind) == (400, "invalid_request_error") and said.startswith("prompt") and says in said

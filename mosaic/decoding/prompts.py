@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mosaic.decoding.tokenizer import Tokenizer
     from mosaic.models.architecture import Architecture
 
-__all__ = ["Prompt", "check_prompt", "is_integer", "is_text", "listed", "token_ids", "tokenizer_of"]
+__all__ = ["Prompt", "check_ids", "check_prompt", "is_integer", "is_text", "listed", "token_ids", "tokenizer_of"]
 
 Prompt: TypeAlias = str | Tensor | NDArray[Any] | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids [P], or a conversation: messages of the keys "role" and "content"."""
@@ -115,6 +115,25 @@ def check_prompt(
     UsageError
         If it is no prompt, has tokens that the model has not, or is too long.
     """
+    ids = check_ids(prompt, arch, which=which)
+    length = canvas_length(config, arch, len(ids))
+    if not arch.max_context and length > MAX_TOKENS:
+        raise UsageError(
+            f"{which} of {len(ids):,} tokens and gen_length {config.gen_length:,} take {length:,} positions; at most "
+            f"{MAX_TOKENS:,} can be counted: lower gen_length."
+        )
+    if arch.max_context and length > arch.max_context:
+        room = arch.max_context - (length - len(ids))
+        shorter = f"shorten the prompt to {room:,} tokens or lower gen_length" if room > 0 else "lower gen_length"
+        raise UsageError(
+            f"{which} of {len(ids):,} tokens and gen_length {config.gen_length:,} take {length:,} positions, the "
+            f"model has {arch.max_context:,}; {shorter}, or {_scaling_for(length, arch)}."
+        )
+    return ids
+
+
+def check_ids(prompt: Tensor, arch: Architecture, *, which: str = "the prompt") -> NDArray[np.int64]:
+    """Return a prompt as `check_prompt` does, however long it is."""
     # every admission checks a whole prompt: a tensor's operators take ten times as long, `max` and `any` twice as long as `argmax`
     ids = _on_host(prompt)
     if ids is None:
@@ -130,19 +149,6 @@ def check_prompt(
     if high >= mask and ids[at := (ids == mask).argmax()] == mask:
         raise UsageError(
             f"{which} has the mask token {mask} at position {at}, where it would be overwritten; remove it."
-        )
-    length = canvas_length(config, arch, len(ids))
-    if not arch.max_context and length > MAX_TOKENS:
-        raise UsageError(
-            f"{which} of {len(ids):,} tokens and gen_length {config.gen_length:,} take {length:,} positions; at most "
-            f"{MAX_TOKENS:,} can be counted: lower gen_length."
-        )
-    if arch.max_context and length > arch.max_context:
-        room = arch.max_context - (length - len(ids))
-        shorter = f"shorten the prompt to {room:,} tokens or lower gen_length" if room > 0 else "lower gen_length"
-        raise UsageError(
-            f"{which} of {len(ids):,} tokens and gen_length {config.gen_length:,} take {length:,} positions, the "
-            f"model has {arch.max_context:,}; {shorter}, or {_scaling_for(length, arch)}."
         )
     return ids
 

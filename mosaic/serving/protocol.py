@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from mosaic.decoding.algorithms import decides_by_probability
 from mosaic.decoding.config import GenerationConfig, resolve
-from mosaic.decoding.prompts import is_integer, is_text, token_ids
+from mosaic.decoding.prompts import check_ids, is_integer, is_text, token_ids
 from mosaic.decoding.tokenizer import Tokenizer
 from mosaic.errors import UnknownName, UsageError
 from mosaic.jobs import batch
@@ -155,7 +155,9 @@ def read(
         raise UsageError("messages: expected a list of messages of 'role' and 'content'.")
     return Question(
         prompts=[
-            tokenizer.encode(one) if isinstance(one, str) else token_ids(one, lambda: tokenizer, which=key).tolist()
+            tokenizer.encode(one)
+            if isinstance(one, str)
+            else check_ids(token_ids(one, lambda: tokenizer, which=key), architecture, which=key).tolist()
             for one in prompts
         ],
         params=params, config=config, chat=chat, stream=stream, with_usage=bool(usage.get("include_usage")), logprobs=logprobs,
@@ -246,9 +248,15 @@ def _prompts(given: Any) -> list[Any]:
     """The prompts of a completion: one or several, as texts or token ids."""
     if isinstance(given, str) or (isinstance(given, list) and given and all(map(is_integer, given))):
         return [given]
-    if isinstance(given, list) and given and not any(isinstance(one, Mapping) for one in given):
-        return given
-    raise UsageError("prompt: expected a text, token ids, or a list of them.")
+    if not isinstance(given, list) or not given:
+        raise UsageError("prompt: expected a text, token ids, or a list of them.")
+    wrong = [(at, one) for at, one in enumerate(given) if not isinstance(one, str | list)]
+    if wrong:
+        at, one = next((found for found in wrong if not is_integer(found[1])), wrong[0])
+        raise UsageError(
+            f"prompt: expected a text, token ids, or a list of them, got {one!r:.80} at place {at} of a list."
+        )
+    return given
 
 
 class TokenScore(NamedTuple):
