@@ -175,13 +175,16 @@ class Hasty:
         """It is."""
 
     def ask(self, _: Any, __: Any, heard: Callable[[Any], object], **___: Any) -> Callable[[], object]:
-        """Tell all that is to be told, before this returns."""
+        """Tell all that is to be told, in the next turn of the loop."""
+        asyncio.get_running_loop().call_soon(self.tell, heard)
+        return lambda: None
+
+    def tell(self, heard: Callable[[Any], object]) -> None:
         try:
             for told in self.telling():
                 heard(told)
         except Exception as error:
             heard(error)
-        return lambda: None
 
     def telling(self) -> Iterator[Any]:
         ids = TOKENIZER.encode("one two three four")

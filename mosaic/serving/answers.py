@@ -63,6 +63,9 @@ class Answers:
         self._scores = [list[TokenScore]() for _ in self.texts]
         self._steps = [0] * len(self.texts)
         self._cached = [0] * len(question.prompts)
+        self._asked = dict[int, Callable[[], object]]()  # what cancels each prompt that has not ended
+        self._pieces, self._changed = list[Piece](), asyncio.Event()
+        self._error: Exception | None = None
         self.first_s = first_s
         """Seconds from `came_s` to the first final tokens, which were those of an engine that has ended since, if given."""
         self._began, self._name, self._owner = came_s, name, owner
@@ -74,8 +77,7 @@ class Answers:
 
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """Yield what has come together: further text of answers, or none where there is a new canvas."""
-        question, answers, pieces = self._question, self._question.params.n, list[Piece]()
-        heard: asyncio.Queue[tuple[int, Heard | Exception]] = asyncio.Queue()
+        question = self._question
         over = TooLong(f"the answer has not ended within {self._timeout_s:g} s, the limit here; ask for fewer tokens.")
         left_s = max(self._began + self._timeout_s - time.perf_counter(), 0.0)
         try:
@@ -83,32 +85,56 @@ class Answers:
                 await self._engine.ready()
         except TimeoutError:
             raise over from None
-        asked = dict[int, Callable[[], object]]()
-        ending = asyncio.get_running_loop().call_later(left_s, heard.put_nowait, (0, over))
+        ending = asyncio.get_running_loop().call_later(left_s, self._fail, over)
         try:
             for place, prompt in enumerate(question.prompts):
-                asked[place] = self._engine.ask(
-                    prompt, question.config, partial(_put, heard, place), answers=answers, draws=place * _NEXT_PROMPT,
+                self._asked[place] = self._engine.ask(
+                    prompt, question.config, partial(self._hear, place), answers=question.params.n, draws=place * _NEXT_PROMPT,
                     scores=question.logprobs, frames=question.frames, owner=self._owner, name=self._name,
                 )  # fmt: skip
-            while asked:
-                place, found = await heard.get()
-                if place in asked and not isinstance(found, Exception):
-                    pieces += self._ended(place, found) if isinstance(found, Ended) else self._fresh(place, found)
-                    all_stopped = None not in self.reasons[place * answers : (place + 1) * answers]
-                    if all_stopped or isinstance(found, Ended):
-                        asked.pop(place)()
-                if pieces and (isinstance(found, Exception) or not asked or heard.empty()):
+            while self._asked or self._pieces:
+                if self._pieces:
+                    pieces, self._pieces = self._pieces, []
                     yield pieces
-                    pieces = []
-                if isinstance(found, Exception):
-                    raise found
+                else:
+                    self._changed.clear()
+                    await self._changed.wait()
+            if self._error is not None:
+                raise self._error
         finally:
             ending.cancel()
-            for cancel in asked.values():
-                cancel()
+            self._cancel()
         reasons = [reason or "" for reason in self.reasons]
         self._metrics.answered(time.perf_counter() - self._began, self.first_s or 0.0, self.usage.tokens, reasons)
+
+    def _hear(self, place: int, found: Heard | Exception) -> None:
+        """Take what is told of a prompt that has not ended, at once: however slowly pieces are read, the engine hears of a stop,
+        and only the last canvas is held."""
+        if place not in self._asked:
+            return
+        if isinstance(found, Exception):
+            self._fail(found)
+            return
+        try:
+            self._pieces += self._ended(place, found) if isinstance(found, Ended) else self._fresh(place, found)
+        except Exception as error:
+            self._fail(error)
+            return
+        answers = self._question.params.n
+        if isinstance(found, Ended) or None not in self.reasons[place * answers : (place + 1) * answers]:
+            self._asked.pop(place)()
+        self._changed.set()
+
+    def _fail(self, error: Exception) -> None:
+        """End all prompts by an error, unless they have ended."""
+        if self._asked:
+            self._error = error
+            self._cancel()
+            self._changed.set()
+
+    def _cancel(self) -> None:
+        while self._asked:
+            self._asked.popitem()[1]()
 
     def _fresh(self, place: int, found: Mapping[int, Fresh]) -> Iterator[Piece]:
         """The pieces of what is new of a prompt's answers."""
@@ -161,7 +187,3 @@ class Answers:
                 shown = self.texts[index].flush()
                 stopped = finish == "eos" or self.texts[index].stopped is not None
                 yield self._piece(index, shown, "stop" if stopped else finish)
-
-
-def _put(heard: asyncio.Queue[tuple[int, Heard | Exception]], place: int, found: Heard | Exception) -> None:
-    heard.put_nowait((place, found))

@@ -35,7 +35,7 @@ async def events(
     async with aclosing(others):
         try:
             async for pieces in _after(first, others):
-                said = "".join(chain.from_iterable(_told(piece, answers, reply, shown) for piece in pieces))
+                said += "".join(chain.from_iterable(_told(piece, answers, reply, shown) for piece in pieces))
                 if None in answers.reasons:  # the last ones go out with the end
                     yield said
                     said = ""

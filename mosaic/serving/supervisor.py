@@ -356,7 +356,7 @@ class Supervisor:
     def _hand_on(self) -> None:
         for _ in range(min(len(self._found), _TOLD_TOGETHER)):
             running, found = self._found.popleft()
-            running.heard(found)
+            self._loop.call_soon(running.heard, found)  # so that an error of one caller is nothing to the others
         if self._found:
             self._loop.call_soon(self._hand_on)
 
