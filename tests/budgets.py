@@ -35,16 +35,16 @@ BUDGETS_S: Mapping[str, float] = {
     "test_request_options": 3, "test_request_policies": 4, "test_request_table": 6, "test_robustness": 4,
     "test_rotary_scaling": 5, "test_runtime": 3, "test_runtime_compiled": 4, "test_runtime_executor": 2,
     "test_sampling": 8, "test_schedule": 9, "test_scheduler": 4, "test_search": 2, "test_selected_attention": 3,
-    "test_selection": 12, "test_selection_of_keys": 3, "test_selection_of_keys_triton": 6, "test_server": 23,
+    "test_selection": 10, "test_selection_of_keys": 3, "test_selection_of_keys_triton": 6, "test_server": 23,
     "test_server_faults": 5, "test_server_protocol": 5, "test_status_page": 4, "test_session": 5,
     "test_session_callers": 2, "test_session_interrupts": 3, "test_session_turns": 1, "test_shared_model": 3,
-    "test_small_models": 4, "test_small_training": 5, "test_sparse_attention": 15, "test_sparse_keys": 7,
+    "test_small_models": 4, "test_small_training": 4.5, "test_sparse_attention": 15, "test_sparse_keys": 7,
     "test_sparse_keys_rows": 3, "test_sparse_keys_triton": 2, "test_states": 3, "test_step_config": 2, "test_stream": 2,
     "test_streams": 4, "test_struck_memory": 1, "test_token_importance": 2, "test_triton_compiles": 16,
     "test_triton_kernels": 4, "test_viz": 3, "test_viz_graph": 2, "test_vocabulary": 2, "test_warm": 5,
     "test_weight_addresses": 2, "test_kernels_kept": 6, "test_bench_serve": 4, "test_likelihood": 4,
     "test_pace": 0.1, "test_groups": 0.1, "test_recent": 0.1, "test_golden": 0.2, "test_host_inputs": 0.2, "test_devices": 0.2,
-    "test_deploy": 0.3, "test_server_callers": 0.2,
+    "test_deploy": 0.3, "test_server_callers": 0.2, "test_supervisor": 2, "test_answers": 0.2,
 }  # fmt: skip
 """Seconds of files; every other one may take `USUAL_S`."""
 SLACK, COLD_S = 1.5, 12.0

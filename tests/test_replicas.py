@@ -96,7 +96,7 @@ def test_a_killed_replica_loses_only_what_it_had_begun_to_send(tmp_path: Path) -
         threads = [threading.Thread(target=ask, args=(place,)) for place in range(12)]
         for thread in threads:
             thread.start()
-        until(lambda: sum(map(bool, texts)) >= 3, 60)
+        until(lambda: sum(map(bool, texts)) > 3, 60)  # more than one engine has live at once: both have begun
         os.kill(replicas()[0], signal.SIGKILL)
         for thread in threads:
             thread.join(180)
