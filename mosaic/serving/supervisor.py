@@ -234,8 +234,8 @@ class Supervisor:
     ) -> Callable[[], object]:  # fmt: skip
         """Ask the engine, which was `ready`; return what cancels the request, unless it has ended.
 
-        In later turns of the loop `heard` is called with what is new by answer, and with the end, or with an error: `TooLarge` if it
-        does not fit, `EngineFailed` if the engine has ended after it had told something of the request, or twice, another
+        In later turns of the loop `heard` is called with what is new by answer, and with the end, or with an error: `TooLarge` if
+        it does not fit, `EngineFailed` if the engine has ended after it had told something of the request, or twice, another
         `MosaicError` if it cannot be. The other arguments are those of `Asked`; the log calls the request `name`.
 
         Raises
