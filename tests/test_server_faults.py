@@ -392,9 +392,11 @@ def test_an_exception_in_a_step_is_told_to_those_it_hit_and_service_goes_on(capl
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("drain_s", [30, 2])
-def test_a_signal_lets_running_requests_end(drain_s: int) -> None:
-    """Through the command: ten streams run, the signal comes, new callers are refused."""
+@pytest.mark.parametrize(("number", "drain_s"), [(signal.SIGTERM, 30), (signal.SIGTERM, 2), (signal.SIGINT, 30)])
+def test_a_signal_lets_running_requests_end_unless_somebody_hurries(number: int, drain_s: int) -> None:
+    """Through the command: ten streams run, the signal comes twice, new callers are refused. Who hurries waits for no caller."""
+    hurries = number == signal.SIGINT
+    all_end = drain_s > 10 and not hurries
     command = [sys.executable, "-c", "from mosaic.cli import main; main()", "serve", "small-sdar", "--port", "0"]
     command += ["--threads", "1", "--drain-timeout", str(drain_s), "--log-format", "json"]
     key, environment = {"Authorization": "Bearer two"}, {**os.environ, "MOSAIC_API_KEY": "one two"}
@@ -407,7 +409,7 @@ def test_a_signal_lets_running_requests_end(drain_s: int) -> None:
             said += line
         base = re.findall(r"http://[^\s\"]+", said)[0]
         engine = json.loads(get(f"{base}/health")[2])["engine_pid"]
-        tokens = 400 if drain_s > 10 else 4096
+        tokens = 400 if all_end else 4096
         assert asked(base, SHORT)[0] == 401
         found: list[str] = []
 
@@ -418,13 +420,18 @@ def test_a_signal_lets_running_requests_end(drain_s: int) -> None:
         threads = [threading.Thread(target=ask) for _ in range(10)]
         for thread in threads:
             thread.start()
-        until(lambda: "num_requests_running" in get(f"{base}/metrics")[2] and not idle(base), 30)
-        server.send_signal(signal.SIGTERM)
-        server.send_signal(signal.SIGTERM)
-        until(lambda: _refused(base), 10)
-        for thread in threads:
-            thread.join(60)
-        assert server.wait(30) == 0
+        until(lambda: re.search(r"time_to_first_token_seconds_count{.*} 10", get(f"{base}/metrics")[2]) is not None, 30)
+        slow = socket.create_connection(("127.0.0.1", int(base.rpartition(":")[2])))
+        with closing(slow):
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer two\r\nContent-Length: 9\r\n\r\n"
+            slow.sendall(head.encode() * hurries)
+            server.send_signal(number)
+            until(lambda: _refused(base), 10)
+            server.send_signal(number)
+            for thread in threads:
+                thread.join(60)
+            began = time.monotonic()
+            assert server.wait(30) == 0 and (not hurries or time.monotonic() - began < 5)
         lines = [json.loads(line) for line in server.stderr]
     assert sum(line.get("path") == "/v1/completions" and line["status"] == 200 for line in lines) >= 10
     assert not any("exception" in line for line in lines)
@@ -432,7 +439,7 @@ def test_a_signal_lets_running_requests_end(drain_s: int) -> None:
         os.kill(engine, 0)
     assert len(found) == 10 and all(text.endswith("data: [DONE]\n\n") for text in found)
     ends = [json.loads(text.splitlines()[-4][6:]) for text in found]
-    if drain_s > 10:
+    if all_end:
         assert {end["choices"][0]["finish_reason"] for end in ends} == {"length"}
     else:
         assert {end["error"]["code"] for end in ends} == {503}

@@ -31,6 +31,9 @@ _KEPT_S: Final = 75
 """Seconds of an open connection without a request: longer than the 60 after which common load balancers take another one."""
 _ENDING_S: Final = 5
 """Seconds in which what the engine has ended is sent, before connections are closed."""
+_HURRY_S: Final = 1.0
+"""The same after a second Ctrl+C."""
+_LOOK_S: Final = 0.1
 _LOOKS: Final = 8
 
 
@@ -52,20 +55,31 @@ class Server(uvicorn.Server):
                 timeout_keep_alive=_KEPT_S, timeout_graceful_shutdown=round(limits.drain_s) + _ENDING_S,
             )
         )  # fmt: skip
-        self._engine, self._drain_s = app.state.engine, limits.drain_s
+        self._engine, self._drain_s, self._hurries = app.state.engine, limits.drain_s, False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal: the first one drains, a second Ctrl+C does not wait."""
-        self.force_exit = self.should_exit and sig == signal.SIGINT
+        """Take a signal: the first one drains, a second Ctrl+C does not wait for answers."""
+        self._hurries |= self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 
     async def shutdown(self, sockets: Sequence[socket.socket] | None = None) -> None:
         """Listen no more, and wait for the answers; what still runs after `drain_s` gets an error."""
-        ending = asyncio.get_running_loop().call_later(self._drain_s, self._engine.end)
+        loop = asyncio.get_running_loop()
+        ending, hurrying = loop.call_later(self._drain_s, self._engine.end), loop.create_task(self._hurry())
         try:
             await super().shutdown(list(sockets or ()))
         finally:
             ending.cancel()
+            hurrying.cancel()
+
+    async def _hurry(self) -> None:
+        """End what still runs once somebody hurries, and then the connections of who has not read of it."""
+        while not self._hurries:
+            await asyncio.sleep(_LOOK_S)
+        self._engine.end()
+        await asyncio.sleep(_HURRY_S)
+        for connection in [*self.server_state.connections]:
+            connection.transport.abort()
 
 
 class _Connection(H11Protocol):
