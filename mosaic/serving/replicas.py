@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
@@ -117,10 +117,11 @@ class Engine:
             yield _raised(error)
             return
         try:
-            one: Heard | Exception | None = None
-            while not isinstance(one, Ended | Exception):
+            one: Any = None
+            while not isinstance(one, Ended | _Raised):
                 one = await heard.get()
-                yield _raised(one) if isinstance(one, MosaicError) else one
+                one = _raised(one) if isinstance(one, MosaicError) else one
+                yield one
         finally:
             cancel()
 
@@ -323,23 +324,18 @@ class Replicas:
         return asyncio.create_task(self._follow(prompt, config, heard, **asked)).cancel
 
     async def _follow(
-        self,
-        prompt: Sequence[int],
-        config: GenerationConfig,
-        heard: Callable[[Heard | Exception], object],
-        **asked: Any,
-    ) -> None:
+        self, prompt: Sequence[int], config: GenerationConfig, heard: Callable[[Heard | Exception], object], **asked: Any
+    ) -> None:  # fmt: skip
         try:
-            async with contextlib.aclosing(self._answer(prompt, config, **asked)) as answers:
-                async for one in answers:
-                    heard(one)
+            await self._hear(prompt, config, heard, **asked)
         except Exception as error:
             heard(error)
 
-    async def _answer(
-        self, prompt: Sequence[int], config: GenerationConfig, *, name: str = "", **asked: Any
-    ) -> AsyncGenerator[Heard, None]:
-        """Yield what a replica does, or another one if it is lost."""
+    async def _hear(
+        self, prompt: Sequence[int], config: GenerationConfig, heard: Callable[[Heard | Exception], object], *, name: str = "",
+        **asked: Any,
+    ) -> None:  # fmt: skip
+        """Hand on what a replica tells, or another one if it is lost."""
         units = _units(prompt)
         lost: _Replica | None = None
         while True:
@@ -349,12 +345,12 @@ class Replicas:
             response = replica.handle.options(stream=True).answer.remote(prompt, config, {**asked, "name": name})
             self._answering.add(response)
             try:
-                async for heard in response:
-                    if isinstance(heard, _Raised):
-                        raise heard.error()
+                async for one in response:
+                    if isinstance(one, _Raised):
+                        raise one.error()
                     told = True
-                    yield heard
-                    if isinstance(heard, Ended):
+                    heard(one)
+                    if isinstance(one, Ended):
                         return
                 raise EngineFailed("the engine has ended before the answer; ask again.")
             except _LOST as error:
