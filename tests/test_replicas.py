@@ -71,6 +71,24 @@ def replicas() -> list[int]:
     return [int(line) for line in found.split()]
 
 
+def are_idle() -> bool:
+    """Whether each replica has an engine, and none of these works for a second: both have started."""
+    engines = [
+        subprocess.run(
+            ["pgrep", "-P", str(one), "-f", "spawn_main"], capture_output=True, text=True, check=False
+        ).stdout.split()
+        for one in replicas()
+    ]
+
+    def spent() -> int:
+        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pids in engines for pid in pids]
+        return sum(int(stat[11]) + int(stat[12]) for stat in stats)
+
+    before = spent()
+    time.sleep(1)
+    return len(engines) == 2 and all(engines) and spent() - before < 5
+
+
 @pytest.mark.usefixtures("_ray")
 def test_a_killed_replica_loses_only_what_it_had_begun_to_send(tmp_path: Path) -> None:
     prompts = [ids_of(QUESTION[place:]) for place in range(12)]
@@ -79,7 +97,7 @@ def test_a_killed_replica_loses_only_what_it_had_begun_to_send(tmp_path: Path) -
         ids = [model.generate(torch.tensor(one), options)[0].token_ids.tolist() for one in prompts]
     whole = [TOKENIZER.decode(one, skip_special_tokens=False) for one in ids]
     with serving(tmp_path / "log") as base:
-        until(lambda: len(replicas()) == 2, 60)
+        until(are_idle, 90)
         texts, errors = [""] * 12, list[str | None]([None] * 12)
 
         def ask(place: int) -> None:
