@@ -449,6 +449,17 @@ def test_requests_that_come_together_begin_together(
     assert len(began) == len(prompts) and (len({*began.values()}) == 1) == together
 
 
+def test_prompts_for_which_others_wait_fill_steps(models: dict[str, CompiledModel]) -> None:
+    """The last of sixteen, too, beside five who run: the fifteen would wait for steps that are short for the five."""
+    with models["sdar"].session(max_num_batched_tokens=1600, max_delay_ms=math.inf) as session:
+        for length in range(5):
+            session.submit(prompt_of(4 + length), gen_length=400, steps=4, **WAY)
+        session.advance(12)
+        came = {session.submit(prompt_of(400, seed), gen_length=8, steps=4, **WAY).number for seed in range(16)}
+        began = [{one.request for one in session.advance() if len(one.positions)} & came for _ in range(6)]
+    assert not set().union(*began[:4]) and set().union(*began) == came
+
+
 def test_nobody_waits_where_two_steps_have_room_for_the_prompts_of_all(models: dict[str, CompiledModel]) -> None:
     """One comes in each step, and few steps make an answer: those who have not begun would be most of all, again and again."""
     with models["sdar"].session() as session:

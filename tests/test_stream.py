@@ -15,6 +15,8 @@ from test_session import Family
 
 from mosaic.decoding import GenerationConfig, LiveRequest, Outcome, Session, Stream, Submission, generate
 from mosaic.errors import DoesNotFit, UsageError
+from mosaic.runtime.compiled import CompiledModel
+from mosaic.runtime.host_copy import Arriving
 
 SDAR = GenerationConfig(gen_length=8, threshold=0.3, stop_at_eos=False)
 
@@ -114,6 +116,46 @@ def test_who_is_refused_is_asked_again_when_a_request_has_ended_and_not_before(
         assert len([*stream.run(asked)]) == 8
     assert refused and len(refused) == len({*refused}) and max(lives) > 1
     assert stream.forwards > 2 * len(refused)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_device_begins_with_those_who_came_first_while_others_are_submitted(
+    family: Family, monkeypatch: pytest.MonkeyPatch, quick: bool
+) -> None:
+    """A step is launched when eight are there. Others come until it has ended, and are served by the one after it."""
+    monkeypatch.setattr(CompiledModel, "asynchronous", property(lambda _: True))
+    monkeypatch.setattr(Arriving, "are_here", property(lambda _: quick or len(session.live) == 13))
+    config, served = GenerationConfig(gen_length=4, stop_at_eos=False), list[tuple[int, int]]()
+    asked = [(number, [Submission(prompt=prompt_of(3), config=config, request_id=number)]) for number in range(20)]
+    (expected,) = {tuple(one.token_ids.tolist()) for one in generate(family.model, [asked[0][1][0].prompt], config)}
+
+    def look(stream: Stream) -> None:
+        served.append((len(stream.steps), len(session.live)))
+
+    with Session(family.model) as session:
+        found = [*Stream(session, after_step=look).run(asked)]
+        assert not session.live
+    assert [tuple(one.token_ids.tolist()) for outcome in found for one in outcome.generations] == [expected] * 20
+    assert served[:2] == [(8, 8), (8, 16)] if quick else served[:2] == [(8, 13), (13, 20)]
+
+
+def test_a_step_of_those_who_have_left_keeps_nobody_out(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CompiledModel, "asynchronous", property(lambda _: True))
+    with Session(family.model) as session:
+        stream = Stream(session)
+        for number in range(8):
+            assert stream.wants
+            stream.put(number, [Submission(prompt=prompt_of(3), config=SDAR, request_id=number)])
+        assert not stream.wants and not stream.holds
+        for number in range(8):
+            stream.cancel(number)
+        assert len(stream.advance()) == 8 and stream.wants
+        stream.put(8, [Submission(prompt=prompt_of(3), config=SDAR, request_id=8)])
+        while session.live:
+            (*_, last) = stream.advance() or [None]
+    assert last is not None and [one.token_ids.tolist() for one in last.generations] == [
+        one.token_ids.tolist() for one in generate(family.model, [prompt_of(3)], SDAR)
+    ]
 
 
 def test_entries_are_taken_as_they_are_needed_and_none_runs_ahead_of_the_oldest(family: Family) -> None:

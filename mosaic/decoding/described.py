@@ -16,6 +16,8 @@ from mosaic.models.step import StepSize, most_rows
 from mosaic.runtime.room import SEEN
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
+
     from mosaic.decoding.live import Submission
     from mosaic.models.architecture import Architecture
     from mosaic.models.state import State
@@ -43,11 +45,12 @@ class Described(NamedTuple):
         """Return the same with nothing that it shares."""
         return self._replace(shared=[]) if self.shared else self
 
-    def open(self, table: RequestTable) -> Prefix | None:
-        """Take what it shares."""
-        if self.shared is None or self.row is None or (prefixes := table.prefixes) is None:
+    def open(self, table: RequestTable | None, withdrawing: ExitStack) -> Prefix | None:
+        """Take what it shares, until the stack gives it back."""
+        if self.shared is None or self.row is None or table is None or (prefixes := table.prefixes) is None:
             return None
         found = prefixes.open(self.prompt, self.row.prefix, self.submission.priority)
+        withdrawing.callback(found.drop)
         if not self.shared:
             found.drop()  # there was no room for it
         return found

@@ -58,8 +58,8 @@ SHARED: Final = 64
 """Parts of the positions that all requests of a warm session could have; as many are planned for as fit."""
 PACE: Final = 1.5
 BACKLOG: Final = 512
-"""How much longer a step with prompts may take than blocks alone: at least, and as many times as so many tokens wait for each
-request that runs."""
+"""How much longer a step with prompts may take than blocks alone: at least, and as many times as so many tokens, or one who waits
+for the prompts of others, come on each request that runs."""
 FINER: Final = ((8, 8), (8, 4), (4, 4), (2, 4), (1, 4), (1, 2), (1, 1))
 """Rungs, and sizes of a second graph, between a number and twice as many, that a warm session may have ready, the most first. A
 second graph takes as long as it has rows, the first one few layers, so that coarse rungs cost less than coarse sizes."""
@@ -338,6 +338,12 @@ class Scheduler:
         self._kinds.change([(kind, -1) for kind in self._kinds_of(request.row)])
         self._rooms.clear()
 
+    def launch(self) -> bool:
+        """Launch a step unless one is on its way; return whether `step` would not wait."""
+        if self._served is None and not self._table.launched and self.live:
+            self._launch()
+        return self._served is not None or self._table.has_news
+
     def step(self, *, alone: bool) -> ServedSteps:
         """Run a step; on a device, launch the one after it before its outcome is waited for. Its time counts if it was `alone`.
 
@@ -386,11 +392,11 @@ class Scheduler:
                 request.enter()
                 self._placed(request)
         columns = self._expected()
-        asked = wanted(columns)
+        asked, held = wanted(columns), 0
         if (waiting := held_back(columns, asked, self._most_tokens)) is not None:
-            asked = asked._replace(running=asked.running & ~waiting)
+            asked, held = asked._replace(running=asked.running & ~waiting), int(np.add.reduce(waiting))
         for groups in (choices := self._groups.choices(asked)):
-            shape = self._shape_of(columns, asked, groups)
+            shape = self._shape_of(columns, asked, groups, held)
             if groups == choices[-1] or self._table.fits(shape.room):
                 break
         else:
@@ -399,8 +405,9 @@ class Scheduler:
         self._groups.served(groups)
         return True
 
-    def _shape_of(self, columns: NDArray[np.int64], asked: Wanted, groups: tuple[int, ...]) -> Shape:
-        """The step for some groups: with room for as many tokens and rows to decide as are asked for, fit, and delay nobody."""
+    def _shape_of(self, columns: NDArray[np.int64], asked: Wanted, groups: tuple[int, ...], held: int) -> Shape:
+        """The step for some groups: with room for as many tokens and rows to decide as are asked for, fit, and delay nobody;
+        `held` wait for the prompts of others."""
         asks = asked.running & asked_of(asked, bits(groups))
         length = asked.length
         decides, fills = asks & ~asked.fills, asks & asked.fills
@@ -427,9 +434,10 @@ class Scheduler:
             blocks = max(below(blocks), fewest)
         longest: float = math.inf
         if prompts and (of_all := asked.running & ~asked.fills).any():
+            pace = 1 + (prompts / BACKLOG + held) / int(np.add.reduce(of_all))
             blocks, longest = self._beside_blocks(
                 lambda blocks: Shape(asking(blocks=blocks), served, marked), min(own, blocks), blocks,
-                bits({*asked.group[of_all].tolist()}), max(1 + prompts / (BACKLOG * int(np.add.reduce(of_all))), PACE),
+                bits({*asked.group[of_all].tolist()}), max(pace, PACE),
             )  # fmt: skip
         return self._substitutes.of(Shape(asking(blocks=blocks), served, marked), min(own, blocks), longest)
 

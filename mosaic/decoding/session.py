@@ -220,7 +220,7 @@ class Session(ClosesOnExit):
                 if (found := admitted(described, self._has_room)) is None:
                     self._refuse(found := [one.alone() for one in described])
                 with interrupts_held():
-                    prefixes = [self._opened(one, withdrawing) for one in found]  # all, before one is given rows
+                    prefixes = [one.open(self._table, withdrawing) for one in found]  # all, before one is given rows
                 for one in () if self._live else found:
                     if steps := repeated_steps(one.config, one.largest):
                         self._runner.place(*steps)
@@ -301,13 +301,6 @@ class Session(ClosesOnExit):
             rows[REQUESTS] = self._table.rows_to_open
         return self._shared.beside([one.largest for one in more if one.row is None], rows=bool(tabled)), tabled, rows
 
-    def _opened(self, described: Described, withdrawing: ExitStack) -> Prefix | None:
-        """Take what a request shares, until the stack gives it back."""
-        prefix = None if self._table is None else described.open(self._table)
-        if prefix is not None:
-            withdrawing.callback(prefix.drop)
-        return prefix
-
     def _made(self, described: Described, prefix: Prefix | None) -> LiveRequest:
         """Make a live request that has asked for no step yet."""
         canvas = Canvas(
@@ -351,6 +344,12 @@ class Session(ClosesOnExit):
         self._deadlines.remove(request)
         del self._live[request]
         return True
+
+    def launch(self) -> bool:
+        """Launch a step on a device, unless one is on its way or a generator is live; return whether `advance` would not wait."""
+        with interrupts_held(), self._runner.exclusive(), interrupts_let_through():
+            scheduler = self._scheduler if self._runner.asynchronous else None
+            return scheduler is not None and scheduler.count == len(self._live) and scheduler.launch()
 
     def advance(self, steps: int = 1) -> Steps:
         """Run up to `steps` steps, each for the group that has waited longest. Before each, requests end whose deadline has passed.

@@ -24,6 +24,14 @@ class Arriving:
     def __init__(self, results: list[Tensor], sent: torch.cuda.Event | None) -> None:
         self._results, self._sent = results, sent
 
+    @property
+    def are_here(self) -> bool:
+        """Whether `wait` returns, or raises, at once."""
+        try:
+            return self._sent is None or bool(self._sent.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            return True
+
     def wait(self) -> list[Tensor]:
         """Wait for all of them; return tensors of the shapes and dtypes that were asked for.
 

@@ -454,6 +454,11 @@ class RequestTable:
         self._unsent.clear()
         self._whole = False
 
+    @property
+    def has_news(self) -> bool:
+        """Whether what the first step reports that was launched and not read has arrived."""
+        return bool(self.launched) and self.launched[0].arriving.are_here
+
     def wait(self) -> None:
         """Wait for the first step that was launched and not read.
 

@@ -286,7 +286,7 @@ class _Engine:
             return self._foretell(self._next.prompt, self._next.config)
         return (
             f"All {self._most_live} places are taken: the next request waits for another to end."
-            if self._waiting
+            if self._waiting and len(self._session.live) >= self._most_live
             else None
         )
 
