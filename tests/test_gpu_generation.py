@@ -288,6 +288,24 @@ def test_the_drivers_counter_stays_within_the_budget(way: str) -> None:
     assert 0 < most - others <= budget
 
 
+@pytest.mark.parametrize("way", ["sdar", "sdar evicting", "fast-dllm dual"])
+def test_many_get_their_own_tokens_though_the_card_begins_with_the_first(way: str, opened: Any) -> None:
+    family, options = WAYS[way]
+    model, config = opened(family, DEVICE), decoding.GenerationConfig(stop_at_eos=False, **options)
+    prompts, served = prompts_of(FAMILIES[family], tuple(range(20, 60))), list[int]()
+    entries = [
+        (number, [decoding.Submission(prompt=prompt, config=config, request_id=number)])
+        for number, prompt in enumerate(prompts)
+    ]
+    with model.session() as session:
+        stream = decoding.Stream(session, after_step=lambda stream: served.append(len(stream.steps)))
+        found = [outcome.generations[0] for outcome in stream.run(entries)]
+    assert served[0] == 8
+    for number, prompt in enumerate(prompts):
+        alone = decoding.generate(model, [prompt], config, request_ids=[number])
+        assert tokens_of(alone) == tokens_of(found[number : number + 1])
+
+
 @pytest.mark.parametrize("delay_ms", [0.0, 0.01])
 def test_others_step_between_the_parts_of_a_refresh(delay_ms: float) -> None:
     """A generator's Refresh is launched in parts beside a row of the table; both get what they get alone."""
