@@ -297,10 +297,10 @@ def test_many_get_their_own_tokens_though_the_card_begins_with_the_first(way: st
         (number, [decoding.Submission(prompt=prompt, config=config, request_id=number)])
         for number, prompt in enumerate(prompts)
     ]
-    with model.session() as session:
+    with model.session(max_num_batched_tokens=256) as session:
         stream = decoding.Stream(session, after_step=lambda stream: served.append(len(stream.steps)))
         found = [outcome.generations[0] for outcome in stream.run(entries)]
-    assert served[0] == 8
+    assert served[0] < 12
     for number, prompt in enumerate(prompts):
         alone = decoding.generate(model, [prompt], config, request_ids=[number])
         assert tokens_of(alone) == tokens_of(found[number : number + 1])

@@ -339,9 +339,11 @@ class Scheduler:
         self._rooms.clear()
 
     def launch(self) -> bool:
-        """Launch a step unless one is on its way; return whether `step` would not wait."""
-        if self._served is None and not self._table.launched and self.live:
-            self._launch()
+        """Launch a step if prompts fill it, unless one is on its way; return whether `step` would not wait."""
+        if self._served is None and not self._table.launched:
+            asked = wanted(self._table.columns)
+            if np.add.reduce(asked.length[asked.running & asked.fills]) >= self._most_tokens:
+                self._launch()
         return self._served is not None or self._table.has_news
 
     def step(self, *, alone: bool) -> ServedSteps:
@@ -406,8 +408,7 @@ class Scheduler:
         return True
 
     def _shape_of(self, columns: NDArray[np.int64], asked: Wanted, groups: tuple[int, ...], held: int) -> Shape:
-        """The step for some groups: with room for as many tokens and rows to decide as are asked for, fit, and delay nobody;
-        `held` wait for the prompts of others."""
+        """The step for some groups, with room for what is asked for, fits, and delays nobody; `held` wait for others' prompts."""
         asks = asked.running & asked_of(asked, bits(groups))
         length = asked.length
         decides, fills = asks & ~asked.fills, asks & asked.fills

@@ -346,7 +346,7 @@ class Session(ClosesOnExit):
         return True
 
     def launch(self) -> bool:
-        """Launch a step on a device, unless one is on its way or a generator is live; return whether `advance` would not wait."""
+        """Let a device begin with prompts that fill a step, while others are submitted; return whether `advance` need not wait."""
         with interrupts_held(), self._runner.exclusive(), interrupts_let_through():
             scheduler = self._scheduler if self._runner.asynchronous else None
             return scheduler is not None and scheduler.count == len(self._live) and scheduler.launch()

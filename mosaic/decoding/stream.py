@@ -18,9 +18,6 @@ __all__ = ["MOST_AHEAD", "MOST_LIVE", "Outcome", "Stream"]
 
 MOST_LIVE: Final = 256
 MOST_AHEAD: Final = 1024
-AT_ONCE: Final = 8
-"""Requests that are submitted between two steps, at least, if there are so many: a device serves them in hardly more time than one.
-It begins with them while others are submitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +108,10 @@ class Stream:
         self._live: dict[LiveRequest, _Entry] = {}
         self._held: _Entry | None = None
         self._refused = self._ended = self._due = False
-        self._fresh = 0  # requests that were submitted since the last step
 
     @property
     def wants(self) -> bool:
-        """Whether another entry can be `put`: none waits for room, and after several of them no step's outcome to be taken."""
+        """Whether another entry can be `put`: none waits for room, and no step's outcome waits for `advance`."""
         return not (self.holds or self._due) and len(self._live) < self._most_live
 
     @property
@@ -134,7 +130,7 @@ class Stream:
     def advance(self, *, ordered: bool = True) -> list[Outcome]:
         """Run a step, and return the outcomes that are due: in the order of the entries, or of all that have ended."""
         self._submit()
-        self._fresh, self._due = 0, False
+        self._due = False
         if self._session.live:
             self.steps = self._session.advance()
             self.forwards += bool(self.steps)
@@ -212,8 +208,7 @@ class Stream:
                 entry.requests.append(request)
                 entry.live += 1
                 self._live[request] = entry
-                self._fresh += 1
-                self._due = self._fresh >= AT_ONCE and self._session.launch()
+                self._due = self._session.launch()
         if not entry.waiting:
             self._held = None
 
