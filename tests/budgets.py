@@ -45,6 +45,7 @@ BUDGETS_S: Mapping[str, float] = {
     "test_weight_addresses": 2, "test_kernels_kept": 6, "test_bench_serve": 4, "test_likelihood": 4,
     "test_pace": 0.1, "test_groups": 0.1, "test_recent": 0.1, "test_golden": 0.2, "test_host_inputs": 0.2, "test_devices": 0.2,
     "test_deploy": 0.3, "test_server_callers": 0.2, "test_supervisor": 2, "test_answers": 0.2, "test_routing": 0.1,
+    "test_simulated_device": 0.1,
 }  # fmt: skip
 """Seconds of files; every other one may take `USUAL_S`."""
 SLACK, COLD_S = 1.5, 12.0

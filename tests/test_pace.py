@@ -25,23 +25,48 @@ def test_times_of_steps_are_found_among_some_that_waited_for_a_plan(seed: int) -
         waited_ms = 500.0 if number % 12 == 11 else 0.0
         groups = rng.choice([*alone])
         tokens = 0 if number < 60 or rng.random() < 0.5 else rng.randint(1, 4000)
-        pace.note(groups, tokens, alone[groups] + token_ms * tokens + waited_ms)
+        pace.note(groups, tokens, alone[groups] + token_ms * tokens + waited_ms, planned_ms=alone[groups] / 3)
     assert pace.alone_ms(7) == pytest.approx(alone[6]) and pace.alone_ms(3) == pytest.approx(alone[2])
     assert pace.alone_ms(1) == pytest.approx(alone[1]) and pace.alone_ms(4) is None
     assert pace.token_ms == pytest.approx(token_ms)
 
 
-def test_blocks_that_always_have_prompts_beside_them_are_timed_again_when_they_are_more() -> None:
-    """Who takes that for the cost of prompts gives them ever less of a step, until they are few."""
+def test_blocks_that_always_have_prompts_beside_them_take_longer_when_they_are_more() -> None:
+    """Who takes that for the cost of prompts gives them ever less of a step. The plan knows how much longer, if not how long."""
     pace, token_ms = Pace(), 0.02
-    pace.note(1, 0, 5.0, 4)
+    pace.note(1, 0, 5.0, 4, planned_ms=2.0)
     for number in range(200):
         own, alone_ms = min(4 * (number + 1), 256), 5.0 + min(number, 64) * 0.2
-        found, cost = pace.alone_ms(1), pace.token_ms
-        assert found is not None
-        tokens = 400 if cost is None else int(max(min(1.5 * found, 50.0) - found, 0.0) / max(cost, 1e-6))
-        pace.note(1, tokens, alone_ms + token_ms * tokens, own)
-    assert pace.alone_ms(1) == pytest.approx(17.8, rel=0.05) and tokens > 300
+        tokens = int(pace.time_for(1, 1, 0.4 * alone_ms, 0.4 * token_ms, few=0, pace=1.5, delay_ms=50.0))
+        pace.note(1, tokens, alone_ms + token_ms * tokens, own, planned_ms=0.4 * alone_ms)
+    assert tokens == pytest.approx(0.5 * alone_ms / token_ms, rel=0.01)
+
+
+def test_a_plan_that_does_not_know_what_a_step_costs_at_least_keeps_prompts_from_no_step() -> None:
+    """Few blocks take nearly as long as many. What that is more than planned is no cost of the few tokens that are beside them."""
+    pace, token_ms = Pace(), 0.003
+    for _ in range(8):
+        pace.note(1, 0, 10.0 + 2048 * token_ms, 2048, planned_ms=2048 * token_ms)
+    alone_ms, planned_ms, tokens = 10.0 + 672 * token_ms, 672 * token_ms, 352
+    for _ in range(40):
+        pace.note(1, tokens, alone_ms + token_ms * tokens, 672, planned_ms=planned_ms)
+        tokens = int(pace.time_for(1, 1, planned_ms, token_ms, few=0, pace=3.0, delay_ms=50.0))
+    assert tokens > 1000
+
+
+def test_those_who_wait_may_delay_others_the_longer_the_more_they_are() -> None:
+    pace = Pace()
+    pace.note(1, 0, 10.0, planned_ms=10.0)
+    pace.note(1, 1000, 35.0, planned_ms=10.0)
+    found = [
+        pace.time_for(1, 1, 10.0, 0.025, few=0, pace=pace_, delay_ms=20.0) for pace_ in (1.5, 2.0, 3.0, 11.0, 101.0)
+    ]
+    assert [0.025 * tokens for tokens in found] == pytest.approx([5.0, 10.0, 20.0, 100.0, 1000.0])
+    assert pace.time_for(1, 1, 10.0, 0.025, few=400, pace=1.5, delay_ms=20.0) == pytest.approx(400)
+    assert pace.time_for(1, 1, 10.0, 0.025, few=4000, pace=1.5, delay_ms=20.0) == pytest.approx(800)
+    assert pace.time_for(1, 1, 10.0, 0.025, few=400, pace=101.0, delay_ms=0.0) == 0
+    pace.note(2, 0, 40.0, planned_ms=40.0)
+    assert pace.time_for(1, 3, 10.0, 0.025, few=0, pace=1.5, delay_ms=20.0) == pytest.approx(50 / 0.025)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -53,14 +78,14 @@ def test_the_end_of_a_prompt_says_nothing_of_the_next_ones_beginning(seed: int) 
     def took(tokens: int) -> float:
         return max(alone_ms, token_ms * tokens) + (0.2 * alone_ms if 0 < tokens * token_ms < alone_ms else 0.0)
 
-    pace.note(1, 0, alone_ms, 4)
+    pace.note(1, 0, alone_ms, 4, planned_ms=alone_ms)
     delays = []
     for _ in range(4):
         left = rng.randint(4_000, 16_000)
         while left:
             room = max(min(50.0, alone_ms * max(1 + left / 512, 1.5)) - alone_ms, 0.0)
             tokens = min(left, max(int(room / (pace.token_ms or token_ms)), 1))
-            pace.note(1, tokens, took(tokens), 4)
+            pace.note(1, tokens, took(tokens), 4, planned_ms=alone_ms)
             delays.append(took(tokens))
             left -= tokens
     assert 40.0 < max(delays) < 55.0
@@ -84,7 +109,8 @@ def test_what_has_arrived_says_which_tokens_were_of_prompts(seed: int, monkeypat
         report[windows:, Reported.BEGIN] = prefix[windows:] - 4
         started, clock.now = clock.now - rng.uniform(0.0, 0.003), clock.now + ms / 1e3
         step: Any = SimpleNamespace(started=started, groups=1, room=SimpleNamespace(tokens=room))
-        pace.take(step, SimpleNamespace(decided=decided, report=report), prefix, counts=counts)  # type: ignore[arg-type]
+        served: Any = SimpleNamespace(decided=decided, report=report)
+        pace.take(step, served, prefix, {32: alone_ms / 2, room: room / 40 * alone_ms / 2}.__getitem__, counts=counts)
 
     arrive(8, 0, 40, 999.0)  # the first has nothing before it
     for _ in range(30):

@@ -1,13 +1,14 @@
 """How long steps take, and how many tokens of prompts they have time for beside running blocks.
 
 A plan counts all keys that there are, whoever owns them, and does not know those that a prompt's chunk sees. So its times serve
-until steps have been timed.
+until steps have been timed; then they say how much longer more blocks take than those that were timed.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
@@ -29,6 +30,10 @@ CHUNKS: Final = 16
 """Steps with prompts whose median by tokens counts, too: the short ones at a prompt's end take hardly more than blocks alone."""
 FEW: Final = 8
 """Tokens of blocks for each token of prompts beside which these are few."""
+MOST: Final = 2.0
+"""How many times as long as planned a token of prompts takes at most, beside blocks that take as long as they do: where few were
+timed, what blocks took is taken for theirs, and they stay few."""
+TINY: Final = 1e-9
 
 
 class Pace:
@@ -37,44 +42,85 @@ class Pace:
     Examples
     --------
     >>> pace = Pace()
-    >>> pace.note(1, 0, 10.0)
-    >>> pace.note(1, 400, 18.0)
-    >>> pace.alone_ms(1), pace.token_ms
-    (10.0, 0.02)
+    >>> pace.note(1, 0, 10.0, planned_ms=5.0)
+    >>> pace.note(1, 400, 28.0, planned_ms=10.0)  # twice the blocks, beside a prompt
+    >>> pace.alone_ms(1), pace.slower(1), pace.token_ms
+    (10.0, 2.0, 0.02)
     """
 
     def __init__(self) -> None:
-        times = partial[deque[float]](deque, maxlen=KEPT)
-        self._alone = defaultdict[int, deque[float]](times)
+        times = partial[deque[tuple[float, float]]](deque, maxlen=KEPT)
+        self._alone = defaultdict[int, deque[tuple[float, float]]](
+            times
+        )  # by groups: milliseconds, and times the planned ones
         self._beside = deque[tuple[float, int]](maxlen=CHUNKS)
         self._arrived = 0.0
 
-    def take(self, step: Launched, served: Served, prefix: NDArray[np.int64], *, counts: bool) -> None:
-        """Take note of a step that has arrived; `prefix`, [B], are the requests' tokens that are no block's. Its time `counts` if
-        it ran alone, and not if it had prompts and no blocks: large products cost less a token."""
+    def take(
+        self,
+        step: Launched,
+        served: Served,
+        prefix: NDArray[np.int64],
+        planned_ms: Callable[[int], float],
+        *,
+        counts: bool,
+    ) -> None:
+        """Take note of a step that has arrived; `prefix`, [B], are the requests' tokens that are no block's, and `planned_ms` says
+        how long such a step takes with so many tokens of blocks alone. Its time `counts` if it ran alone, and not if it had prompts
+        and no blocks: large products cost less a token.
+        """
         began, self._arrived = max(self._arrived, step.started), perf_counter()
         if counts:
             blocks = (served.decided > 0) | (served.report[:, Reported.BEGIN] >= prefix)
             own = int(np.add.reduce(served.report[blocks, Reported.TOKENS]))
             prompts = 0 if np.logical_and.reduce(blocks) else step.room.tokens - own
             if own or not prompts:
-                self.note(step.groups, prompts, 1e3 * (self._arrived - began), own)
+                planned = planned_ms(own if prompts else step.room.tokens)
+                self.note(step.groups, prompts, 1e3 * (self._arrived - began), own, planned_ms=planned)
 
-    def note(self, groups: int, tokens: int, ms: float, blocks: int = 0) -> None:
-        """Take note of a step that served some groups, a bit each, with room for so many tokens of prompts beside those of blocks.
-
-        A few are as good as none, or blocks that never come without prompts would be timed by the first of them.
-        """
+    def note(self, groups: int, tokens: int, ms: float, blocks: int = 0, *, planned_ms: float) -> None:
+        """Take note of a step that served some groups, a bit each, with room for so many tokens of prompts beside those of blocks,
+        which alone were planned to take `planned_ms`. A few tokens are as good as none."""
         if tokens <= blocks // FEW:
-            self._alone[groups].append(ms)
+            self._alone[groups].append((ms, ms / max(planned_ms, TINY)))
         elif self._alone:
-            alone_ms = self.alone_ms(groups) or min(map(statistics.median_low, self._alone.values()))
-            self._beside.append((max(ms - alone_ms, 0.0) / tokens, tokens))
+            slower = self.slower(groups) or min(map(_median, self._alone.values()))[1]
+            self._beside.append((max(ms - slower * planned_ms, 0.0) / tokens, tokens))
 
     def alone_ms(self, groups: int) -> float | None:
         """How long the longest of the steps without prompts takes that serve only some of these groups."""
-        found = [statistics.median_low(times) for served, times in self._alone.items() if served & groups == served]
-        return max(found, default=None)
+        return max((ms for ms, _ in self._of(groups)), default=None)
+
+    def slower(self, groups: int) -> float | None:
+        """How many times as long as planned such steps take."""
+        return max((times for _, times in self._of(groups)), default=None)
+
+    def _of(self, groups: int) -> list[tuple[float, float]]:
+        return [_median(times) for served, times in self._alone.items() if served & groups == served]
+
+    def time_for(
+        self, groups: int, running: int, planned_ms: float, token_ms: float, few: int, pace: float, delay_ms: float
+    ) -> float:
+        """Return for how many tokens of prompts a step has time beside blocks.
+
+        Parameters
+        ----------
+        groups, planned_ms, token_ms
+            Of the step: whom it serves, what it is planned to take without prompts, and what each of their tokens is.
+        running
+            The groups that have blocks: none is delayed longer than by the longest of its own steps.
+        few
+            Tokens that there is time for, unless the delay is too long.
+        pace, delay_ms
+            How many times as long as without prompts the step may take, and how much longer: once, or as often as it exceeds 1.
+        """
+        slower = self.slower(groups) or 1.0
+        own_ms = planned_ms * slower
+        alone_ms = max(own_ms, self.alone_ms(running & ~groups) or 0.0)
+        if (found := self.token_ms) is not None:
+            token_ms = min(found, MOST * slower * token_ms or found)
+        more_ms = max((pace - 1) * alone_ms, token_ms * few)
+        return (alone_ms + min(delay_ms * max(pace - 1, 1.0), more_ms) - own_ms) / max(token_ms, TINY)
 
     @property
     def token_ms(self) -> float | None:
@@ -84,3 +130,9 @@ class Pace:
         of_steps, (rates, tokens) = [rate for rate, _ in self._beside][-KEPT:], np.array(sorted(self._beside)).T
         until = tokens.cumsum()
         return max(statistics.median_low(of_steps), float(rates[until.searchsorted(until[-1] / 2)]))
+
+
+def _median(times: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """The lower median of each."""
+    ms, slower = zip(*times, strict=True)
+    return statistics.median_low(ms), statistics.median_low(slower)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from mosaic.decoding.tabled import TabledRequest
     from mosaic.kernels.shared.requests import Wanted
     from mosaic.models.state import State
-    from mosaic.runtime.request_table import RequestTable, Served
+    from mosaic.runtime.request_table import Launched, RequestTable, Served
     from mosaic.runtime.steps import StepRunner
 
 __all__ = ["DELAY_MS", "MOST_TOKENS", "Scheduler"]
@@ -362,7 +362,8 @@ class Scheduler:
             with interrupts_held():
                 step, served = table.launched[0], table.read()
                 prefix = table.columns[served.report[:, Reported.ROW], Column.PREFIX]
-                self._pace.take(step, served, prefix, counts=alone and self._runner.asynchronous)
+                counts = alone and self._runner.asynchronous
+                self._pace.take(step, served, prefix, partial(self._planned_ms, step), counts=counts)
                 self._served = self._of_live(served)
         return self._served
 
@@ -393,8 +394,7 @@ class Scheduler:
                 self._waiting.remove(request)
                 request.enter()
                 self._placed(request)
-        columns = self._expected()
-        asked, held = wanted(columns), 0
+        asked, held = wanted(columns := self._expected()), 0
         if (waiting := held_back(columns, asked, self._most_tokens)) is not None:
             asked, held = asked._replace(running=asked.running & ~waiting), int(np.add.reduce(waiting))
         for groups in (choices := self._groups.choices(asked)):
@@ -450,18 +450,20 @@ class Scheduler:
         fits, shape = self._table.fits, asking(own)
         if own == most or not fits(shape.room):  # a smaller step may take more memory than a larger one
             return most, math.inf
-        predicted_ms = partial(self._substitutes.predicted_ms, fewest=own)
-        own_ms = self._pace.alone_ms(shape.groups) or predicted_ms(shape)
-        if (block_ms := self._pace.token_ms) is None:
-            slower = SLOWER if self._runner.asynchronous else 1.0
-            block_ms = slower * max(predicted_ms(asking(most)) - predicted_ms(shape), 0.0) / (most - own)
-        else:
-            block_ms *= shape.room.block
-        alone_ms = max(own_ms, self._pace.alone_ms(running) or 0.0)
-        more_ms = max((pace - 1) * alone_ms, block_ms * self._few / shape.room.block)
-        longest = own + int((alone_ms + min(self._delay_ms, more_ms) - own_ms) / max(block_ms, 1e-6))
+        planned_ms, block = self._substitutes.predicted_ms(shape, own), shape.room.block
+        more_ms = max(self._substitutes.predicted_ms(asking(most), own) - planned_ms, 0.0)
+        token_ms = more_ms / (block * (most - own)) * (SLOWER if self._runner.asynchronous else 1.0)
+        tokens = self._pace.time_for(shape.groups, running, planned_ms, token_ms, self._few, pace, self._delay_ms)
+        longest = own + int(tokens / block)
         fitting = (blocks for blocks in rungs(own, most)[::-1] if blocks <= longest and fits(asking(blocks).room))
         return next(fitting, own), below(longest + 1, COARSE)
+
+    def _planned_ms(self, step: Launched, tokens: int) -> float:
+        """How long a step of this kind is planned to take with so many tokens of blocks alone."""
+        _, windows, most, block, rows = step.room
+        blocks = min(self._rung(tokens, block), most)
+        room = step.room._replace(windows=min(windows, blocks), blocks=blocks, rows=min(rows, blocks * block))
+        return self._substitutes.predicted_ms(Shape(room, step.groups, step.marked), blocks)
 
     def _knows(self, columns: NDArray[np.int64]) -> bool:
         """Whether it is known what these will ask for: nothing is in flight, or their steps decide a number of tokens."""
@@ -485,9 +487,7 @@ class Scheduler:
             return False
         more = len(table.columns) - len(self._live)
         self._requests = np.concatenate([self._requests, np.full(more, None, dtype=object)])
-        self._live, self._told = (
-            np.concatenate([flags, np.zeros(more, dtype=np.bool_)]) for flags in (self._live, self._told)
-        )
+        self._live, self._told = np.pad([self._live, self._told], ((0, 0), (0, more)))
         return True
 
     def _most(self, block: int) -> int:
