@@ -68,7 +68,8 @@ class Session(ClosesOnExit):
     max_num_batched_tokens
         Tokens of a step over requests of the table, prompts in chunks included, unless one request alone needs more.
     max_delay_ms
-        How much longer a step may take with chunks of prompts than without, by the last ones on a device or by its plan.
+        How much longer a step may take with chunks of prompts than without, by the last ones on a device or by its plan; more times
+        that where more wait than run.
 
     Attributes
     ----------
