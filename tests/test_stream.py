@@ -180,6 +180,18 @@ def test_entries_are_taken_as_they_are_needed_and_none_runs_ahead_of_the_oldest(
         assert sorted(done) == [*range(20)] and (done == sorted(done)) == ordered
 
 
+def test_who_has_nothing_to_submit_waits_for_nobody(family: Family) -> None:
+    """Its outcome is known, however far it is ahead of the oldest; who comes after it is served."""
+    entries = [
+        (0, [Submission(prompt=prompt_of(9), config=SDAR)]),
+        (1, []),
+        (2, [Submission(prompt=prompt_of(3), config=SDAR)]),
+    ]
+    with Session(family.model) as session:
+        found = [*Stream(session, most_ahead=1).run(entries, ordered=False)]
+    assert [(outcome.number, len(outcome.generations)) for outcome in found] == [(1, 0), (0, 1), (2, 1)]
+
+
 def test_an_error_of_the_source_comes_after_the_answers_and_an_early_end_cancels(family: Family) -> None:
     def source() -> Iterator[tuple[int, list[Submission]]]:
         yield 0, []

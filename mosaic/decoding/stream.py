@@ -123,7 +123,7 @@ class Stream:
         """Add an entry, if the stream wants one; return its requests, which become more as they are admitted."""
         entry = _Entry(number, deque(submissions))
         self._entries[entry] = None
-        self._held, self._ended = entry, self._ended or entry.ended
+        self._held, self._ended = None if entry.ended else entry, self._ended or entry.ended
         self._submit()
         return entry.requests
 
