@@ -48,25 +48,49 @@ def test_a_plan_that_does_not_know_what_a_step_costs_at_least_keeps_prompts_from
     for _ in range(8):
         pace.note(1, 0, 10.0 + 2048 * token_ms, 2048, planned_ms=2048 * token_ms)
     alone_ms, planned_ms, tokens = 10.0 + 672 * token_ms, 672 * token_ms, 352
-    for _ in range(40):
+    for _ in range(3):
         pace.note(1, tokens, alone_ms + token_ms * tokens, 672, planned_ms=planned_ms)
         tokens = int(pace.time_for(1, 1, planned_ms, token_ms, few=0, pace=3.0, delay_ms=50.0))
-    assert tokens > 1000
+    assert tokens > 700
 
 
-def test_those_who_wait_may_delay_others_the_longer_the_more_they_are() -> None:
+def test_prompts_have_the_time_that_a_pace_and_a_delay_leave_them_and_a_few_tokens_if_only_a_pace_forbids_it() -> None:
     pace = Pace()
     pace.note(1, 0, 10.0, planned_ms=10.0)
     pace.note(1, 1000, 35.0, planned_ms=10.0)
-    found = [
-        pace.time_for(1, 1, 10.0, 0.025, few=0, pace=pace_, delay_ms=20.0) for pace_ in (1.5, 2.0, 3.0, 11.0, 101.0)
-    ]
-    assert [0.025 * tokens for tokens in found] == pytest.approx([5.0, 10.0, 20.0, 100.0, 1000.0])
-    assert pace.time_for(1, 1, 10.0, 0.025, few=400, pace=1.5, delay_ms=20.0) == pytest.approx(400)
-    assert pace.time_for(1, 1, 10.0, 0.025, few=4000, pace=1.5, delay_ms=20.0) == pytest.approx(800)
-    assert pace.time_for(1, 1, 10.0, 0.025, few=400, pace=101.0, delay_ms=0.0) == 0
+    for times, few, delay_ms, expected_ms in (
+        (1.5, 0, 20.0, 5.0), (2.0, 0, 20.0, 10.0), (11.0, 0, 20.0, 20.0), (11.0, 0, 1e9, 100.0), (1.5, 0, np.inf, 5.0),
+        (1.5, 400, 20.0, 10.0), (1.5, 4000, 20.0, 20.0), (101.0, 400, 0.0, 0.0),
+    ):  # fmt: skip
+        tokens = pace.time_for(1, 1, 10.0, 0.025, few=few, pace=times, delay_ms=delay_ms)
+        assert 0.025 * tokens == pytest.approx(expected_ms)
     pace.note(2, 0, 40.0, planned_ms=40.0)
     assert pace.time_for(1, 3, 10.0, 0.025, few=0, pace=1.5, delay_ms=20.0) == pytest.approx(50 / 0.025)
+
+
+@pytest.mark.parametrize("plan", [0.1, 0.4, 2.0, 8.0])
+def test_prompts_delay_nobody_longer_though_a_plan_is_far_off_for_them(plan: float) -> None:
+    """Attention to many keys costs what no plan says of a prompt's chunk."""
+    pace, token_ms = Pace(), 0.2
+    pace.note(1, 0, 10.0, 128, planned_ms=10.0)
+    delays = []
+    for _ in range(40):
+        tokens = min(8192, int(pace.time_for(1, 1, 10.0, plan * token_ms, few=0, pace=9.0, delay_ms=20.0)))
+        pace.note(1, tokens, 10.0 + token_ms * tokens, 128, planned_ms=10.0)
+        delays.append(token_ms * tokens)
+    assert max(delays[1:]) < 20.5 and delays[-1] > 2.0
+
+
+@pytest.mark.parametrize("token_ms", [0.003, 0.02])
+def test_blocks_that_were_timed_when_they_were_few_cost_prompts_no_bound(token_ms: float) -> None:
+    """A plan that does not know what a step costs at least takes many for far slower than they are."""
+    pace, own_ms = Pace(), 10.0 + 2048 * 0.003
+    for _ in range(8):
+        pace.note(1, 0, 10.0 + 128 * 0.003, 128, planned_ms=128 * 0.003)
+    for _ in range(40):
+        tokens = min(8192, int(pace.time_for(1, 1, 2048 * 0.003, token_ms, few=0, pace=9.0, delay_ms=20.0)))
+        pace.note(1, tokens, own_ms + token_ms * tokens, 2048, planned_ms=2048 * 0.003)
+        assert token_ms * tokens < 30.0
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_decoding import prompt_of
+from test_decoding import CONFIGS, prompt_of
 from test_session import Family
 
+import mosaic
 from mosaic.decoding import GenerationConfig, LiveRequest, Outcome, Session, Stream, Submission, generate
 from mosaic.errors import DoesNotFit, UsageError
 from mosaic.runtime.compiled import CompiledModel
@@ -137,6 +138,22 @@ def test_a_device_begins_with_prompts_that_fill_a_step_while_others_are_submitte
         assert not session.live
     assert [tuple(one.token_ids.tolist()) for outcome in found for one in outcome.generations] == [expected] * 20
     assert served[0] == (5, 5 if quick else 13)
+
+
+def test_steps_that_are_shorter_than_the_hosts_work_let_in_an_eighth_of_those_who_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a device there is always one on its way, which has ended when the host asks."""
+    monkeypatch.setattr(CompiledModel, "asynchronous", property(lambda _: True))
+    with mosaic.compile(CONFIGS["sdar"], seed=3) as model, Session(model) as session:
+        stream, came = Stream(session), 0
+        for most in (8, 100, 100, 100):
+            while stream.wants and came < most:
+                stream.put(came, [Submission(prompt=prompt_of(9), config=SDAR, request_id=came)])
+                came += 1
+            stream.advance()
+            assert len(session.live) == came
+    assert came == 14  # two each time
 
 
 def test_a_step_of_those_who_have_left_keeps_nobody_out(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:

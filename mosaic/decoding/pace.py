@@ -30,9 +30,10 @@ CHUNKS: Final = 16
 """Steps with prompts whose median by tokens counts, too: the short ones at a prompt's end take hardly more than blocks alone."""
 FEW: Final = 8
 """Tokens of blocks for each token of prompts beside which these are few."""
+LEAST: Final = 0.25
 MOST: Final = 2.0
-"""How many times as long as planned a token of prompts takes at most, beside blocks that take as long as they do: where few were
-timed, what blocks took is taken for theirs, and they stay few."""
+"""What a token of prompts costs, in times of what it is planned to. Blocks that were timed when they were few may take longer or
+shorter, once they are many, than the plan makes of that, and what they take more is counted as the prompts'."""
 TINY: Final = 1e-9
 
 
@@ -112,15 +113,17 @@ class Pace:
         few
             Tokens that there is time for, unless the delay is too long.
         pace, delay_ms
-            How many times as long as without prompts the step may take, and how much longer: once, or as often as it exceeds 1.
+            How many times as long as without prompts the step may take, and how much longer, whatever a plan says.
         """
         slower = self.slower(groups) or 1.0
         own_ms = planned_ms * slower
-        alone_ms = max(own_ms, self.alone_ms(running & ~groups) or 0.0)
+        spare_ms = max((self.alone_ms(running & ~groups) or 0.0) - own_ms, 0.0)
+        cost = usual = max(token_ms, TINY)
         if (found := self.token_ms) is not None:
-            token_ms = min(found, MOST * slower * token_ms or found)
-        more_ms = max((pace - 1) * alone_ms, token_ms * few)
-        return (alone_ms + min(delay_ms * max(pace - 1, 1.0), more_ms) - own_ms) / max(token_ms, TINY)
+            cost = max(found, LEAST * slower * token_ms, TINY)
+            usual = min(cost, MOST * slower * token_ms or cost)
+        more = max((pace - 1) * (own_ms + spare_ms) / usual, few)
+        return min((spare_ms + delay_ms) / cost, spare_ms / usual + more)
 
     @property
     def token_ms(self) -> float | None:

@@ -79,7 +79,7 @@ class Scheduler:
     most_tokens
         Tokens of a step, unless one request alone needs more.
     delay_ms
-        How much longer a step may take with prompts in it than without.
+        How much longer a step may take with prompts in it than without; as many times that as wait for each that runs.
     """
 
     def __init__(self, runner: StepRunner, table: RequestTable, most_tokens: int, delay_ms: float) -> None:
@@ -425,35 +425,35 @@ class Scheduler:
         fewest, blocks, own = self._rung(first, block), self._rung(most, block), self._rung(least, block)
         alone = Room.of(phase, 1, fewest, block, own_rows)
         asking = partial(Room.of, phase, int(np.add.reduce(asks)), block=block, rows=rows)
-        table = self._table
-        table.cover(alone, alone if self._is_warm else asking(blocks=own))
+        self._table.cover(alone, alone if self._is_warm else asking(blocks=own))
         if alone.tokens > self._most_tokens:  # what its rung has left is nobody's: the limit is for all but one
             return Shape(alone, served, marked)
-        while not table.fits(asking(blocks=blocks)):
+        while not self._table.fits(asking(blocks=blocks)):
             if blocks <= fewest:
                 return Shape(alone, served, marked)
             blocks = max(below(blocks), fewest)
         longest: float = math.inf
         if prompts and (of_all := asked.running & ~asked.fills).any():
-            pace = 1 + (prompts / BACKLOG + held) / int(np.add.reduce(of_all))
+            runs, waits = int(np.add.reduce(of_all)), int(np.add.reduce(fills)) + held
             blocks, longest = self._beside_blocks(
                 lambda blocks: Shape(asking(blocks=blocks), served, marked), min(own, blocks), blocks,
-                bits({*asked.group[of_all].tolist()}), max(pace, PACE),
+                bits({*asked.group[of_all].tolist()}), max(1 + (prompts / BACKLOG + held) / runs, PACE),
+                self._delay_ms * max(waits / runs, 1.0),
             )  # fmt: skip
         return self._substitutes.of(Shape(asking(blocks=blocks), served, marked), min(own, blocks), longest)
 
     def _beside_blocks(
-        self, asking: Callable[[int], Shape], own: int, most: int, running: int, pace: float
+        self, asking: Callable[[int], Shape], own: int, most: int, running: int, pace: float, delay_ms: float
     ) -> tuple[int, float]:
         """As many blocks, from `own` to `most`, as delay none of the `running` groups too long, and how many a substitute may have.
         Steps with prompts take at most `pace` times as long as the longest without, or have few tokens of prompts."""
-        fits, shape = self._table.fits, asking(own)
+        fits, predicted_ms, shape = self._table.fits, self._substitutes.predicted_ms, asking(own)
         if own == most or not fits(shape.room):  # a smaller step may take more memory than a larger one
             return most, math.inf
-        planned_ms, block = self._substitutes.predicted_ms(shape, own), shape.room.block
-        more_ms = max(self._substitutes.predicted_ms(asking(most), own) - planned_ms, 0.0)
-        token_ms = more_ms / (block * (most - own)) * (SLOWER if self._runner.asynchronous else 1.0)
-        tokens = self._pace.time_for(shape.groups, running, planned_ms, token_ms, self._few, pace, self._delay_ms)
+        block, (planned_ms, most_ms) = shape.room.block, map(partial(predicted_ms, fewest=own), (shape, asking(most)))
+        slower = SLOWER if self._runner.asynchronous else 1.0
+        token_ms = slower * max(most_ms - planned_ms, 0.0) / (block * (most - own))
+        tokens = self._pace.time_for(shape.groups, running, planned_ms, token_ms, self._few, pace, delay_ms)
         longest = own + int(tokens / block)
         fitting = (blocks for blocks in rungs(own, most)[::-1] if blocks <= longest and fits(asking(blocks).room))
         return next(fitting, own), below(longest + 1, COARSE)

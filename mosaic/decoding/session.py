@@ -68,8 +68,8 @@ class Session(ClosesOnExit):
     max_num_batched_tokens
         Tokens of a step over requests of the table, prompts in chunks included, unless one request alone needs more.
     max_delay_ms
-        How much longer a step may take with chunks of prompts than without, by the last ones on a device or by its plan; more times
-        that where more wait than run.
+        How much longer a step may take with chunks of prompts than without, by the last ones on a device or by its plan; where
+        more requests wait than run, as many times that.
 
     Attributes
     ----------
@@ -347,7 +347,7 @@ class Session(ClosesOnExit):
         return True
 
     def launch(self) -> bool:
-        """Let a device begin with prompts that fill a step, while others are submitted; return whether `advance` need not wait."""
+        """Let a device begin with prompts that fill a step, while others are submitted; return whether a step has ended."""
         with interrupts_held(), self._runner.exclusive(), interrupts_let_through():
             scheduler = self._scheduler if self._runner.asynchronous else None
             return scheduler is not None and scheduler.count == len(self._live) and scheduler.launch()

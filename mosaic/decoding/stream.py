@@ -18,6 +18,9 @@ __all__ = ["MOST_AHEAD", "MOST_LIVE", "Outcome", "Stream"]
 
 MOST_LIVE: Final = 256
 MOST_AHEAD: Final = 1024
+SHARE: Final = 8
+"""One of so many live requests has to be submitted since the last step, at least, before the next one is due: short steps would
+each let in one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +111,11 @@ class Stream:
         self._live: dict[LiveRequest, _Entry] = {}
         self._held: _Entry | None = None
         self._refused = self._ended = self._due = False
+        self._fresh = 0  # requests that were submitted since the last step
 
     @property
     def wants(self) -> bool:
-        """Whether another entry can be `put`: none waits for room, and no step's outcome waits for `advance`."""
+        """Whether another entry can be `put`: none waits for room, and no outcome waited for `advance` when the last one came."""
         return not (self.holds or self._due) and len(self._live) < self._most_live
 
     @property
@@ -130,7 +134,7 @@ class Stream:
     def advance(self, *, ordered: bool = True) -> list[Outcome]:
         """Run a step, and return the outcomes that are due: in the order of the entries, or of all that have ended."""
         self._submit()
-        self._due = False
+        self._fresh, self._due = 0, False
         if self._session.live:
             self.steps = self._session.advance()
             self.forwards += bool(self.steps)
@@ -208,7 +212,8 @@ class Stream:
                 entry.requests.append(request)
                 entry.live += 1
                 self._live[request] = entry
-                self._due = self._session.launch()
+                self._fresh += 1
+                self._due = self._session.launch() and SHARE * self._fresh >= len(self._live)
         if not entry.waiting:
             self._held = None
 
