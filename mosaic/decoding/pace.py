@@ -51,21 +51,14 @@ class Pace:
 
     def __init__(self) -> None:
         times = partial[deque[tuple[float, float]]](deque, maxlen=KEPT)
-        self._alone = defaultdict[int, deque[tuple[float, float]]](
-            times
-        )  # by groups: milliseconds, and times the planned ones
+        # by groups: milliseconds, and how many times the planned ones they are
+        self._alone = defaultdict[int, deque[tuple[float, float]]](times)
         self._beside = deque[tuple[float, int]](maxlen=CHUNKS)
         self._arrived = 0.0
 
     def take(
-        self,
-        step: Launched,
-        served: Served,
-        prefix: NDArray[np.int64],
-        planned_ms: Callable[[int], float],
-        *,
-        counts: bool,
-    ) -> None:
+        self, step: Launched, served: Served, prefix: NDArray[np.int64], planned_ms: Callable[[int], float], *, counts: bool
+    ) -> None:  # fmt: skip
         """Take note of a step that has arrived; `prefix`, [B], are the requests' tokens that are no block's, and `planned_ms` says
         how long such a step takes with so many tokens of blocks alone. Its time `counts` if it ran alone, and not if it had prompts
         and no blocks: large products cost less a token.
@@ -107,7 +100,7 @@ class Pace:
         Parameters
         ----------
         groups, planned_ms, token_ms
-            Of the step: whom it serves, what it is planned to take without prompts, and what each of their tokens is.
+            Of the step: whom it serves, what it is planned to take without prompts, and for each token of prompts.
         running
             The groups that have blocks: none is delayed longer than by the longest of its own steps.
         few
