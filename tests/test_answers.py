@@ -27,9 +27,11 @@ class Told(Hasty):
 
     def __init__(self) -> None:
         self.heard, self.cancelled = list[Callable[[Any], object]](), list[int]()
+        self.draws = list[int]()
 
-    def ask(self, _: Any, __: Any, heard: Callable[[Any], object], **___: Any) -> Callable[[], object]:
+    def ask(self, _: Any, __: Any, heard: Callable[[Any], object], *, draws: int, **___: Any) -> Callable[[], object]:
         self.heard.append(heard)
+        self.draws.append(draws)
         place = len(self.heard) - 1
         return lambda: self.cancelled.append(place)
 
@@ -37,9 +39,9 @@ class Told(Hasty):
 class Begun(Told):
     """Such an engine, which tells the first word itself."""
 
-    def ask(self, _: Any, __: Any, heard: Callable[[Any], object], **___: Any) -> Callable[[], object]:
+    def ask(self, _: Any, __: Any, heard: Callable[[Any], object], **asked: Any) -> Callable[[], object]:
         asyncio.get_running_loop().call_soon(heard, text("one"))
-        return super().ask(_, __, heard)
+        return super().ask(_, __, heard, **asked)
 
 
 class Tokens(list[int]):
@@ -50,14 +52,17 @@ def text(of: str) -> dict[int, Fresh]:
     return {0: Fresh(TOKENIZER.encode(of))}
 
 
+def answers_of(engine: Told, timeout_s: float = 60.0, **body: Any) -> Answers:
+    question = read(body, "/v1/completions", GenerationConfig(), MODEL.architecture, TOKENIZER, strict=True)
+    return Answers(cast(Any, engine), Metrics("m"), TOKENIZER, question, timeout_s, time.perf_counter(), "a", "b")
+
+
 async def begun(*, timeout_s: float = 60.0, **body: Any) -> tuple[Told, AsyncGenerator[list[Piece], None], list[Piece]]:
     """An engine, pieces of its answers, and the first ones, after it has told "one" of the last prompt."""
     engine = Told()
-    question = read(body, "/v1/completions", GenerationConfig(), MODEL.architecture, TOKENIZER, strict=True)
-    answers = Answers(cast(Any, engine), Metrics("m"), TOKENIZER, question, timeout_s, time.perf_counter(), "a", "b")
-    pieces = answers.pieces()
+    pieces = answers_of(engine, timeout_s, **body).pieces()
     first = asyncio.create_task(anext(pieces))
-    while len(engine.heard) < len(question.prompts):
+    while len(engine.heard) < (len(body["prompt"]) if isinstance(body["prompt"], list) else 1):
         await asyncio.sleep(0)
     engine.heard[-1](text("one"))
     return engine, pieces, await first
@@ -108,6 +113,36 @@ def test_an_error_behind_a_prompts_stop_is_none_of_the_others() -> None:
         return "|".join(texts)
 
     assert asyncio.run(both()) == "two |one four"
+
+
+def test_each_answer_of_each_prompt_has_what_was_told_of_it() -> None:
+    """Whichever prompt's answers end first; and no two draw by the same numbers."""
+    engine, prompts, count = Told(), 3, 2
+    answers = answers_of(engine, prompt=["a"] * prompts, n=count, temperature=1.0, stream=True)
+    assert tuple(answers.usage) == (0, 0, 0)
+
+    async def all_of_them() -> list[str]:
+        texts = [""] * (prompts * count)
+        pieces = answers.pieces()
+        first = asyncio.create_task(anext(pieces))
+        while len(engine.heard) < prompts:
+            await asyncio.sleep(0)
+        for place in (2, 0, 1):
+            told = {at: Fresh(TOKENIZER.encode(f"p{place} a{at}"), steps=1, cached_tokens=7) for at in range(count)}
+            engine.heard[place](told)
+            engine.heard[place](
+                Ended(number=place, finishes=["length", "eos"], steps=[place, 10], cached_tokens=100 * place)
+            )
+        for some in (await first, *[some async for some in pieces]):
+            for piece in some:
+                texts[piece.answer] += piece.text
+        return texts
+
+    texts = asyncio.run(all_of_them())
+    assert texts == [f"p{place} a{at}" for place in range(prompts) for at in range(count)]
+    assert answers.reasons == ["length", "stop"] * prompts
+    assert tuple(answers.usage) == (sum(len(TOKENIZER.encode(one)) for one in texts), 300, 33)
+    assert all(later - draws >= count for draws, later in zip(engine.draws, engine.draws[1:], strict=False))
 
 
 def test_an_answers_time_is_over_however_slowly_it_is_read() -> None:
