@@ -68,6 +68,17 @@ def test_prompts_have_the_time_that_a_pace_and_a_delay_leave_them_and_a_few_toke
     assert pace.time_for(1, 3, 10.0, 0.025, few=0, pace=1.5, delay_ms=20.0) == pytest.approx(50 / 0.025)
 
 
+def test_each_group_is_as_much_slower_than_planned_as_its_own_steps_were() -> None:
+    pace = Pace()
+    assert pace.slower(1) is None
+    assert pace.time_for(1, 1, 10.0, 0.025, few=0, pace=1.5, delay_ms=50.0) == pytest.approx(5 / 0.025)  # as planned
+    pace.note(1, 0, 10.0, planned_ms=5.0)
+    pace.note(2, 0, 4.0, planned_ms=1.0)
+    pace.note(1, 400, 28.0, planned_ms=10.0)
+    assert (pace.slower(1), pace.slower(2), pace.slower(3)) == (2.0, 4.0, 4.0)
+    assert pace.token_ms == pytest.approx(0.02)
+
+
 @pytest.mark.parametrize("plan", [0.1, 0.4, 2.0, 8.0])
 def test_prompts_delay_nobody_longer_though_a_plan_is_far_off_for_them(plan: float) -> None:
     """Attention to many keys costs what no plan says of a prompt's chunk."""

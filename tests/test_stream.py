@@ -175,6 +175,20 @@ def test_a_step_of_those_who_have_left_keeps_nobody_out(family: Family, monkeypa
     ]
 
 
+def test_who_is_cancelled_while_it_waits_holds_nobody_up(family: Family) -> None:
+    with Session(family.model) as session:
+        stream = Stream(session, most_live=1)
+        for number in (0, 1):
+            ids = [number, number + 100]
+            stream.put(number, [Submission(prompt=prompt_of(3), config=SDAR, request_id=one) for one in ids])
+            assert stream.holds and not stream.wants
+            stream.cancel(7)
+            assert stream.holds
+            stream.cancel(number)
+            assert stream.wants and not session.live
+        assert [outcome.number for outcome in stream.advance()] == [0, 1]
+
+
 def test_entries_are_taken_as_they_are_needed_and_none_runs_ahead_of_the_oldest(family: Family) -> None:
     taken = 0
 
