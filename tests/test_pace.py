@@ -20,7 +20,7 @@ def test_times_of_steps_are_found_among_some_that_waited_for_a_plan(seed: int) -
     rng, pace = random.Random(seed), Pace()
     alone = {1: rng.uniform(4, 8), 2: rng.uniform(9, 20), 6: rng.uniform(21, 40)}
     token_ms = rng.uniform(0.01, 0.1)
-    assert pace.alone_ms(7) is None and pace.token_ms is None
+    assert pace.alone_ms(7) is None and pace.token_ms(1) is None
     for number in range(200):
         waited_ms = 500.0 if number % 12 == 11 else 0.0
         groups = rng.choice([*alone])
@@ -28,7 +28,7 @@ def test_times_of_steps_are_found_among_some_that_waited_for_a_plan(seed: int) -
         pace.note(groups, tokens, alone[groups] + token_ms * tokens + waited_ms, planned_ms=alone[groups] / 3)
     assert pace.alone_ms(7) == pytest.approx(alone[6]) and pace.alone_ms(3) == pytest.approx(alone[2])
     assert pace.alone_ms(1) == pytest.approx(alone[1]) and pace.alone_ms(4) is None
-    assert pace.token_ms == pytest.approx(token_ms)
+    assert pace.token_ms(1) == pytest.approx(token_ms)
 
 
 def test_blocks_that_always_have_prompts_beside_them_take_longer_when_they_are_more() -> None:
@@ -76,7 +76,22 @@ def test_each_group_is_as_much_slower_than_planned_as_its_own_steps_were() -> No
     pace.note(2, 0, 4.0, planned_ms=1.0)
     pace.note(1, 400, 28.0, planned_ms=10.0)
     assert (pace.slower(1), pace.slower(2), pace.slower(3)) == (2.0, 4.0, 4.0)
-    assert pace.token_ms == pytest.approx(0.02)
+    assert pace.token_ms(1) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("plan", [0.5, 3.0, 40.0])
+def test_prompts_that_have_steps_of_their_own_go_by_what_these_took(plan: float) -> None:
+    """Their group has no blocks that could be timed, and what prompts cost beside blocks of others says nothing of them."""
+    pace, base_ms, token_ms, whole = Pace(), 4.0, 0.003, list[int]()
+    pace.note(2, 0, 10.0, planned_ms=10.0)
+    pace.note(2, 100, 30.0, planned_ms=10.0)
+    for _ in range(12):
+        planned_ms = 2 * base_ms
+        tokens = min(8192, int(pace.time_for(1, 2, planned_ms, plan * token_ms, few=0, pace=6.0, delay_ms=150.0)))
+        pace.note(0, tokens, base_ms + token_ms * tokens, planned_ms=planned_ms)
+        whole.append(tokens)
+    assert pace.token_ms(2) == pytest.approx(0.2)
+    assert whole[-1] == 8192 if plan < 10.0 else whole[-1] > 4 * whole[0]
 
 
 @pytest.mark.parametrize("plan", [0.1, 0.4, 2.0, 8.0])
@@ -119,7 +134,7 @@ def test_the_end_of_a_prompt_says_nothing_of_the_next_ones_beginning(seed: int) 
         left = rng.randint(4_000, 16_000)
         while left:
             room = max(min(50.0, alone_ms * max(1 + left / 512, 1.5)) - alone_ms, 0.0)
-            tokens = min(left, max(int(room / (pace.token_ms or token_ms)), 1))
+            tokens = min(left, max(int(room / (pace.token_ms(1) or token_ms)), 1))
             pace.note(1, tokens, took(tokens), 4, planned_ms=alone_ms)
             delays.append(took(tokens))
             left -= tokens
@@ -145,7 +160,9 @@ def test_what_has_arrived_says_which_tokens_were_of_prompts(seed: int, monkeypat
         started, clock.now = clock.now - rng.uniform(0.0, 0.003), clock.now + ms / 1e3
         step: Any = SimpleNamespace(started=started, groups=1, room=SimpleNamespace(tokens=room))
         served: Any = SimpleNamespace(decided=decided, report=report)
-        pace.take(step, served, prefix, {32: alone_ms / 2, room: room / 40 * alone_ms / 2}.__getitem__, counts=counts)
+        pace.take(
+            step, served, prefix, {0: 0.0, 32: alone_ms / 2, room: room / 40 * alone_ms / 2}.__getitem__, counts=counts
+        )
 
     arrive(8, 0, 40, 999.0)  # the first has nothing before it
     for _ in range(30):
@@ -155,7 +172,8 @@ def test_what_has_arrived_says_which_tokens_were_of_prompts(seed: int, monkeypat
         arrive(8, int(rng.integers(1, 5)), room, alone_ms + token_ms * (room - 32))
     for _ in range(16):  # large products cost less a token
         arrive(0, 2, 8192, token_ms * 4096)
-    assert pace.alone_ms(1) == pytest.approx(alone_ms) and pace.token_ms == pytest.approx(token_ms)
+    assert pace.alone_ms(1) == pytest.approx(alone_ms) and pace.token_ms(1) == pytest.approx(token_ms)
+    assert pace.token_ms(0) == pytest.approx(token_ms / 2)
     for _ in range(8):  # other times count soon
         arrive(8, 0, 40, 3 * alone_ms)
     assert pace.alone_ms(1) == pytest.approx(3 * alone_ms)

@@ -114,6 +114,20 @@ def test_a_warm_session_of_few_steps_plans_nothing(most: int, monkeypatch: pytes
         assert made.pop("runs") and made == {"plans": 0, "executors": 0}
 
 
+def test_requests_that_all_evict_need_no_steps_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of no policy write their prompts, and decide for nobody: those that serve others as well are not made."""
+    steps, evicting = list[int](), replace(GREEDY, eviction="focus")
+    for ways in ([evicting], [evicting, GREEDY]):
+        with mosaic.compile(deep(3), seed=3) as model, model.session(max_num_batched_tokens=64) as session:
+            session.warm(ways, requests=8, tokens=64)
+            assert session.warmed is not None
+            steps.append(session.warmed.steps)
+            with counted(monkeypatch) as made:
+                come_and_go(session, random.Random(1), 12, most=8, tokens=64, configs=ways)
+            assert made.pop("runs") and made == {"plans": 0, "executors": 0}
+    assert steps[0] < steps[1]
+
+
 @pytest.mark.parametrize(("config", "ways", "batched", "budget", "requests", "refusals"), [
     (deep(2), (GREEDY, DRAWN), 64, "1.75MiB", 8, 6), (CONFIGS["llada"], (SPARSE,), 2048, "3MiB", 32, 6),
     pytest.param(deep(4), (GREEDY, DRAWN), 64, "2.5MiB", 24, 12, marks=pytest.mark.soak),

@@ -93,7 +93,7 @@ class Scheduler:
         self._live, self._told = np.zeros((2, len(table.columns)), dtype=np.bool_)
         self._waiting: deque[TabledRequest] = deque()
         self._kinds = Kinds()
-        self._warm: dict[Kind, None] = {}
+        self._warm: dict[Kind, bool] = {}  # and whether it is of blocks, or of the prompts of others alone
         self._rooms: dict[int, Room] = {}  # that all blocks of a group need, until a request comes or goes
         self._foreseen, self._slots, self._ready = list[Room](), 0, 0
         self._groups, self._substitutes = Groups(), Substitutes(table, most_tokens)
@@ -225,7 +225,8 @@ class Scheduler:
         self._table.expect(max(row.keys for row in rows))
         for row in rows:
             self._rooms.clear()
-            self._warm |= {kind._replace(tokens=kind.block): None for kind in self._kinds_of(row)}
+            own, *prompts = [kind._replace(tokens=kind.block) for kind in self._kinds_of(row)]
+            self._warm = dict.fromkeys(prompts, False) | self._warm | {own: True}
         demand: dict[State, int] = {}
         for row in rows:
             for state, count in demand_of(row, FORESEEN_EXTENTS - 1).items():
@@ -278,13 +279,12 @@ class Scheduler:
     def _fitting(self, rows: Sequence[TableRow], share: int, sizes: int) -> Iterator[tuple[Shape, int | None]]:
         for shape in dict.fromkeys(self._shapes(rows, share)):
             if self._table.fits(shape.room):
-                kept = self._table.kept(shape.room)
-                yield from ((shape, size) for size in kept[:: -SHARES // sizes])
+                yield from ((shape, size) for size in self._table.kept(shape.room)[:: -SHARES // sizes])
 
     def _shapes(self, rows: Sequence[TableRow], share: int) -> Iterator[Shape]:
-        """Give these steps, the largest first. Prompts come in steps of group 0 alone, and fill them."""
-        longest = max(row.length for row in rows)
-        for groups in self._groups.shared([*dict.fromkeys(kind.group for kind in self._warm)]):
+        """Give these steps, the largest first. Prompts fill those of group 0 alone, which have few rows if nobody decides there."""
+        longest, decide = max(row.length for row in rows), {kind.group: True for kind, own in self._warm.items() if own}
+        for groups in (*self._groups.shared([*decide]), *zip({kind.group for kind in self._warm} - decide.keys())):
             kinds = self._beside(groups, self._kinds.of(groups))
             needed, block, own_rows = needs_of(kinds)
             mine = [row for row in rows if self.group_of(row) in groups]
@@ -294,8 +294,9 @@ class Scheduler:
             for marked in (True,) if self._groups.mixes(groups) else (False, True)[: 1 + marks]:
                 phase, blocks = phase_of(kinds, marked=marked), self._rung(most, block)
                 while blocks:
-                    for room in Room.ladder(phase, self._slots, blocks, block, own_rows):
-                        if room.windows > 1 or room.tokens <= self._rung(one, block) * block:
+                    for room in (rooms := Room.ladder(phase, self._slots, blocks, block, own_rows)):
+                        few = groups[0] in decide or room.rows == rooms[-1].rows
+                        if few and (room.windows > 1 or room.tokens <= self._rung(one, block) * block):
                             yield Shape(room, bits(groups), marked)
                     blocks = below(blocks, share)
 
@@ -409,8 +410,7 @@ class Scheduler:
 
     def _shape_of(self, columns: NDArray[np.int64], asked: Wanted, groups: tuple[int, ...], held: int) -> Shape:
         """The step for some groups, with room for what is asked for, fits, and delays nobody; `held` wait for others' prompts."""
-        asks = asked.running & asked_of(asked, bits(groups))
-        length = asked.length
+        asks, length = asked.running & asked_of(asked, bits(groups)), asked.length
         decides, fills = asks & ~asked.fills, asks & asked.fills
         deciding, prompts = int(np.add.reduce(length[decides])), int(np.add.reduce(length[fills]))
         kinds = self._beside(groups, self._kinds.of(groups))
@@ -461,7 +461,7 @@ class Scheduler:
     def _planned_ms(self, step: Launched, tokens: int) -> float:
         """How long a step of this kind is planned to take with so many tokens of blocks alone."""
         _, windows, most, block, rows = step.room
-        blocks = min(self._rung(tokens, block), most)
+        blocks = min(self._rung(max(tokens, 1), block), most)
         room = step.room._replace(windows=min(windows, blocks), blocks=blocks, rows=min(rows, blocks * block))
         return self._substitutes.predicted_ms(Shape(room, step.groups, step.marked), blocks)
 
