@@ -92,6 +92,9 @@ def test_prompts_that_have_steps_of_their_own_go_by_what_these_took(plan: float)
         whole.append(tokens)
     assert pace.token_ms(2) == pytest.approx(0.2)
     assert whole[-1] == 8192 if plan < 10.0 else whole[-1] > 4 * whole[0]
+    for _ in range(16):  # others count soon
+        pace.note(0, 512, 8.0 + 0.0005 * 512, planned_ms=8.0)
+    assert pace.token_ms(0) == pytest.approx(0.0005)
 
 
 @pytest.mark.parametrize("plan", [0.1, 0.4, 2.0, 8.0])
