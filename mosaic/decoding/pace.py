@@ -78,7 +78,7 @@ class Pace:
         if groups and tokens <= blocks // FEW:
             self._alone[groups].append((ms, ms / max(planned_ms, TINY)))
         elif self._alone or not groups:
-            slower = (self.slower(groups) or min(map(_median, self._alone.values()))[1]) if groups else 1.0
+            slower = self.slower(groups) or (min(map(_median, self._alone.values()))[1] if groups else 1.0)
             self._prompts[not groups].append((max(ms - slower * planned_ms, 0.0) / tokens, tokens))
 
     def alone_ms(self, groups: int) -> float | None:
