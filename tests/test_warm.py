@@ -31,13 +31,17 @@ def deep(layers: int) -> dict[str, Any]:
 
 @contextmanager
 def counted(patch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """How many plans are made, executors bound, and runs of these, inside the block."""
-    found = {"plans": 0, "executors": 0, "runs": 0}
-    plan, bind, run = Planner.plan, Executor.__init__, Executor.run
+    """How many plans are made, sizes compared with the budget, executors bound, and runs of these, inside the block."""
+    found = {"plans": 0, "fits": 0, "executors": 0, "runs": 0}
+    plan, fit, bind, run = Planner.plan, Planner.fits, Executor.__init__, Executor.run
 
     def planning(*args: Any, **options: Any) -> Any:
         found["plans"] += 1
         return plan(*args, **options)
+
+    def fitting(*args: Any, **options: Any) -> Any:
+        found["fits"] += 1
+        return fit(*args, **options)
 
     def binding(*args: Any, **options: Any) -> None:
         found["executors"] += 1
@@ -49,6 +53,7 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
     with patch.context() as inner:
         inner.setattr(Planner, "plan", planning)
+        inner.setattr(Planner, "fits", fitting)
         inner.setattr(Executor, "__init__", binding)
         inner.setattr(Executor, "run", running)
         yield found
@@ -89,12 +94,12 @@ def test_a_warm_session_plans_nothing_and_maps_nothing(
         assert said[-1].startswith(f"{len(said) - 1} steps for 8 requests, in ")
         with counted(monkeypatch) as made:
             session.warm([GREEDY, DRAWN], requests=8, tokens=64, progress=said.append)
-        assert made == {"plans": 0, "executors": 0, "runs": 0}
+        assert made == {"plans": 0, "fits": 0, "executors": 0, "runs": 0}
         pages = model.workspace.changes()
         with counted(monkeypatch) as made:
             for part in (count // 4, count - count // 4):
                 come_and_go(session, rng, part, most=8, tokens=64)
-        assert made.pop("runs") and made == {"plans": 0, "executors": 0}
+        assert made.pop("runs") and made == {"plans": 0, "fits": 0, "executors": 0}
         assert model.workspace.changes() == pages
 
 
@@ -111,7 +116,7 @@ def test_a_warm_session_of_few_steps_plans_nothing(most: int, monkeypatch: pytes
         session.warm([GREEDY, *evicting], requests=most, tokens=64)
         with counted(monkeypatch) as made:
             come_and_go(session, random.Random(1), 2 * most, most=most, tokens=64, configs=[GREEDY, *evicting])
-        assert made.pop("runs") and made == {"plans": 0, "executors": 0}
+        assert made.pop("runs") and made == {"plans": 0, "fits": 0, "executors": 0}
 
 
 def test_requests_that_all_evict_need_no_steps_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +129,7 @@ def test_requests_that_all_evict_need_no_steps_beside_others(monkeypatch: pytest
             steps.append(session.warmed.steps)
             with counted(monkeypatch) as made:
                 come_and_go(session, random.Random(1), 12, most=8, tokens=64, configs=ways)
-            assert made.pop("runs") and made == {"plans": 0, "executors": 0}
+            assert made.pop("runs") and made == {"plans": 0, "fits": 0, "executors": 0}
     assert steps[0] < steps[1]
 
 

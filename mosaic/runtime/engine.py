@@ -359,7 +359,8 @@ class Engine:
         """Run the first graph, and the second at the size that the first computed."""
         size, buckets, how = step.size, step.buckets, step.size.bucketed
         assert how is not None
-        self._planned.find((self.plans.planner, step.key, repr(config)), partial(self._require_all, size, config))
+        if config is not None or step.key not in self._rehearsed:  # these were found to fit
+            self._planned.find((self.plans.planner, step.key, repr(config)), partial(self._require_all, size, config))
         first = self._run(step.graph(), config)
         if isinstance(size, StepSize) and buckets[0] >= size.tokens:
             kept = buckets[0]  # the only bucket holds all rows
