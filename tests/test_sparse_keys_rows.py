@@ -168,7 +168,7 @@ def test_a_warm_session_plans_nothing_and_maps_nothing(count: int, monkeypatch: 
         pages = model.workspace.changes()
         with counted(monkeypatch) as made:
             come_and_go_warm(session, random.Random(1), count, most=4, tokens=32, configs=[config])
-        assert made.pop("runs") and made == {"plans": 0, "executors": 0}
+        assert made.pop("runs") and made == {"plans": 0, "fits": 0, "executors": 0}
         assert model.workspace.changes() == pages
 
 
