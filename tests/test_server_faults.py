@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import math
@@ -22,10 +23,12 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from failing_algorithm import FATAL, failing
+from fastapi import FastAPI
 from test_request_table import CONFIGS
 
 from mosaic.decoding import GenerationConfig, Session
@@ -443,6 +446,26 @@ def test_a_signal_lets_running_requests_end_unless_somebody_hurries(number: int,
         assert {end["choices"][0]["finish_reason"] for end in ends} == {"length"}
     else:
         assert {end["error"]["code"] for end in ends} == {503}
+
+
+def test_who_connects_while_the_server_begins_to_end_does_not_hold_it() -> None:
+    """The signal comes between the connection and the server's note of it, and nobody asks anything."""
+    app = FastAPI()
+    app.state.engine = SimpleNamespace(end=lambda: None)
+    server = Server(app, Limits(drain_s=30))
+
+    async def serve(late: socket.socket) -> None:
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        late.connect(server.servers[0].sockets[0].getsockname())
+        server.should_exit = True
+        time.sleep(0.15)  # the server is due to look whether it ends
+        await asyncio.wait_for(serving, 5)
+        assert late.recv(1) == b""
+
+    with socket.socket() as late:
+        asyncio.run(serve(late))
 
 
 def _refused(base: str) -> bool:

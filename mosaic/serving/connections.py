@@ -65,17 +65,21 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: Sequence[socket.socket] | None = None) -> None:
         """Listen no more, and wait for the answers; what still runs after `drain_s` gets an error."""
         loop = asyncio.get_running_loop()
-        ending, hurrying = loop.call_later(self._drain_s, self._engine.end), loop.create_task(self._hurry())
+        ending, looking = loop.call_later(self._drain_s, self._engine.end), loop.create_task(self._look())
         try:
             await super().shutdown(list(sockets or ()))
         finally:
             ending.cancel()
-            hurrying.cancel()
+            looking.cancel()
 
-    async def _hurry(self) -> None:
-        """End what still runs once somebody hurries, and then the connections of who has not read of it."""
+    async def _look(self) -> None:
+        """Tell connections that were accepted while others were told that the server ends. Once somebody hurries, end what still
+        runs, and then the connections of who has not read of it."""
         while not self._hurries:
             await asyncio.sleep(_LOOK_S)
+            for connection in [*self.server_state.connections]:
+                if not connection.transport.is_closing():
+                    connection.shutdown()
         self._engine.end()
         await asyncio.sleep(_HURRY_S)
         for connection in [*self.server_state.connections]:
