@@ -448,8 +448,13 @@ def test_a_signal_lets_running_requests_end_unless_somebody_hurries(number: int,
         assert {end["error"]["code"] for end in ends} == {503}
 
 
-def test_who_connects_while_the_server_begins_to_end_does_not_hold_it() -> None:
-    """The signal comes between the connection and the server's note of it, and nobody asks anything."""
+@pytest.mark.parametrize(
+    ("asked", "answer"), [(b"", b""), (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"HTTP/1.1 404")]
+)
+def test_who_connects_while_the_server_begins_to_end_is_answered_and_does_not_hold_it(
+    asked: bytes, answer: bytes
+) -> None:
+    """The signal comes between the connection and the server's note of it; some ask nothing."""
     app = FastAPI()
     app.state.engine = SimpleNamespace(end=lambda: None)
     server = Server(app, Limits(drain_s=30))
@@ -459,10 +464,11 @@ def test_who_connects_while_the_server_begins_to_end_does_not_hold_it() -> None:
         while not server.started:
             await asyncio.sleep(0.01)
         late.connect(server.servers[0].sockets[0].getsockname())
+        late.sendall(asked)
         server.should_exit = True
         time.sleep(0.15)  # the server is due to look whether it ends
         await asyncio.wait_for(serving, 5)
-        assert late.recv(1) == b""
+        assert late.recv(len(answer) or 1) == answer
 
     with socket.socket() as late:
         asyncio.run(serve(late))

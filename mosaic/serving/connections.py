@@ -33,6 +33,8 @@ _ENDING_S: Final = 5
 """Seconds in which what the engine has ended is sent, before connections are closed."""
 _HURRY_S: Final = 1.0
 """The same after a second Ctrl+C."""
+_ASKED_S: Final = 1.0
+"""Seconds in which whoever has connected as the signal came may ask: a reset would say nothing."""
 _LOOK_S: Final = 0.1
 _LOOKS: Final = 8
 
@@ -78,8 +80,8 @@ class Server(uvicorn.Server):
         while not self._hurries:
             await asyncio.sleep(_LOOK_S)
             for connection in [*self.server_state.connections]:
-                if not connection.transport.is_closing():
-                    connection.shutdown()
+                if isinstance(connection, _Connection):
+                    connection.see_out()
         self._engine.end()
         await asyncio.sleep(_HURRY_S)
         for connection in [*self.server_state.connections]:
@@ -115,6 +117,12 @@ class _Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._looking.cancel()
         super().connection_lost(exc)
+
+    def see_out(self) -> None:
+        """End after the answer that is given; or now, if nobody has asked anything for a while."""
+        waited_s = 0.0 if self._asked_s is None else self.loop.time() - self._asked_s
+        if not self.transport.is_closing() and (self.cycle is not None or waited_s > _ASKED_S):
+            self.shutdown()
 
     def _look(self) -> None:
         now, slow_s = self.loop.time(), self.limits.slow_s
