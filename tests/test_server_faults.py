@@ -300,6 +300,11 @@ def test_absurd_fields_are_answered_or_refused_by_name(base: str, more: str, sta
         error_of((code, headers, found))
 
 
+def test_keys_that_begin_or_end_with_spaces_are_named_in_a_header(base: str) -> None:
+    code, headers, _ = get(f"{base}/v1/completions", {**SHORT, "": 1, " ": 1, " a": 1, "b c": 1, "d ": 1})
+    assert (code, headers["x-mosaic-ignored"]) == (200, "'', ' ', ' a', b c, 'd '")
+
+
 def test_the_document_says_what_a_body_may_have(base: str) -> None:
     document = json.loads(get(f"{base}/openapi.json")[2])
     post = document["paths"]["/v1/completions"]["post"]
