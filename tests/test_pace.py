@@ -177,6 +177,9 @@ def test_what_has_arrived_says_which_tokens_were_of_prompts(seed: int, monkeypat
         arrive(0, 2, 8192, token_ms * 4096)
     assert pace.alone_ms(1) == pytest.approx(alone_ms) and pace.token_ms(1) == pytest.approx(token_ms)
     assert pace.token_ms(0) == pytest.approx(token_ms / 2)
+    for _ in range(4):  # half of those that count
+        arrive(8, 0, 40, 500.0)
+    assert pace.alone_ms(1) == pytest.approx(alone_ms)
     for _ in range(8):  # other times count soon
         arrive(8, 0, 40, 3 * alone_ms)
     assert pace.alone_ms(1) == pytest.approx(3 * alone_ms)

@@ -426,8 +426,8 @@ def _ending(error: Exception, note: Note) -> Ending:
 def _listed(keys: Sequence[str]) -> str:
     """Names of anybody's choice as a header can have them: in ASCII, in one line, not too many, and in quotes where spaces are at
     an end, or there is nothing else."""
-    quoted = [ascii(key[:_NAME]) for key in keys[:_NAMES]]
-    shown = [name[1:-1] if name[1:-1].strip() == name[1:-1] != "" else name for name in quoted]
+    names = [key[:_NAME] for key in keys[:_NAMES]]
+    shown = [ascii(name)[1:-1] if name.strip(" ") == name != "" else ascii(name) for name in names]
     return ", ".join(shown if len(keys) <= _NAMES else [*shown, f"and {len(keys) - _NAMES:,} more"])
 
 

@@ -120,15 +120,19 @@ class _Connection(H11Protocol):
 
     def see_out(self) -> None:
         """End after the answer that is given; or now, if nobody has asked anything for a while."""
-        waited_s = 0.0 if self._asked_s is None else self.loop.time() - self._asked_s
-        if not self.transport.is_closing() and (self.cycle is not None or waited_s > _ASKED_S):
+        if not self.transport.is_closing() and (self.cycle is not None or self._waited_s > _ASKED_S):
             self.shutdown()
+
+    @property
+    def _waited_s(self) -> float:
+        """Seconds for which a request is not whole."""
+        return 0.0 if self._asked_s is None else self.loop.time() - self._asked_s
 
     def _look(self) -> None:
         now, slow_s = self.loop.time(), self.limits.slow_s
         if not self.transport.get_write_buffer_size():
             self._read_s = now
-        if now - min(self._read_s, now if self._asked_s is None else self._asked_s) > slow_s:
+        if max(now - self._read_s, self._waited_s) > slow_s:
             self.transport.abort()
         else:
             self._looking = self.loop.call_later(slow_s / _LOOKS, self._look)
